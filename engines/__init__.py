@@ -1,0 +1,1 @@
+"""Engines sample completions and score tokens; `base` says what each must give."""

@@ -1,0 +1,119 @@
+"""What a sampler is: token ids in, sampled token ids with log-probabilities out, and new weights whenever they come.
+
+Engines differ in how they batch, not in what they give: `generate` samples exactly as `Sampling` says and nothing a model
+folder's generation_config says, `score` gives the log-probabilities of given tokens, and every number is that of the
+distribution that was sampled from.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample one completion.
+
+    temperature 0 is greedy. top_k -1 and top_p 1 leave the distribution whole. A completion ends with the first of
+    stop_token_ids (kept as its last token) or after max_new_tokens. top_logprobs: how many head candidates to return
+    for each sampled token. key orders requests and seeds this one's randomness: (run seed, step, task, rollout, turn).
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0
+    key: tuple[int, ...] = ()
+
+
+@dataclass
+class Completion:
+    """What was sampled: C token ids, and log-probabilities under the distribution that was sampled from, that is after
+    temperature, top_k and top_p (at temperature 0: of the distribution at temperature 1).
+
+    finish_reason: "stop" (ends with a stop token) or "length". version: of the weights that sampled it. topk_ids and
+    topk_logprobs [C, K] hold the most probable candidates, best first.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    version: int
+    topk_ids: np.ndarray | None = None
+    topk_logprobs: np.ndarray | None = None
+
+
+EPISODE: ContextVar[Hashable] = ContextVar("episode", default=None)
+
+
+class Engine:
+    """Base of all engines. All coroutines of a run share one engine; any number of them may wait for it at once."""
+
+    def __init__(self, max_context: int) -> None:
+        self.max_context = max_context  # tokens of prompt and completion together
+        self.version = 0  # optimizer steps behind the weights that it holds
+        self.asleep = False
+        self._live: Counter[Hashable] = Counter()
+        self._outside: Counter[Hashable] = Counter()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion. Raises ValueError where the prompt leaves no room in the context."""
+        raise TypeError(f"{type(self).__name__} does not sample")
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+        """Log-probability of each token given those before it, [T] float32; NaN at position 0."""
+        raise TypeError(f"{type(self).__name__} does not score")
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over new weights. Raises ValueError for a missing or an unknown name."""
+        raise TypeError(f"{type(self).__name__} holds frozen weights")
+
+    def sleep(self) -> None:
+        """Give the device to the trainer. Requests are refused until `wake_up`."""
+        self.asleep = True
+
+    def wake_up(self) -> None:
+        """Take the device back."""
+        self.asleep = False
+
+    def close(self) -> None:
+        """Release everything."""
+
+    @contextlib.contextmanager
+    def playing(self, episode: Hashable) -> Iterator[None]:
+        """Say that an episode is live: a batching engine may wait for its next request."""
+        token = EPISODE.set(episode)
+        self._live[episode] += 1
+        try:
+            yield
+        finally:
+            EPISODE.reset(token)
+            self._live[episode] -= 1
+            self._live += Counter()  # drops what is at zero
+            self._state_changed()
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Say that the episode waits for something outside (a tool, a server), so that nobody waits for it meanwhile."""
+        episode = EPISODE.get()
+        self._outside[episode] += 1
+        self._state_changed()
+        try:
+            yield
+        finally:
+            self._outside[episode] -= 1
+            self._outside += Counter()
+
+    def _state_changed(self) -> None:
+        """Called whenever an episode ends or goes outside."""
+
+    def _require_awake(self) -> None:
+        if self.asleep:
+            raise RuntimeError("the engine sleeps while the trainer works: wake_up() first")

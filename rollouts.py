@@ -1,0 +1,337 @@
+"""From tasks to training branches: play episodes in groups, drive the algorithm's two hooks, gate, filter, fill a batch.
+
+One call of `collect` makes one batch:
+
+    deal groups -> play all of them at once -> score each episode as it ends -> in deal order, for each complete group:
+    score the group, route its tokens, show it to the sampler, ask the gates, drop what carries no signal, queue the rest
+    -> until batch_size traces are queued
+
+What is left over in the queue starts the next batch. Nothing here knows which algorithm runs.
+"""
+
+import asyncio
+import math
+import traceback
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from algos import ALGORITHMS, Algorithm
+from config import Config, Source, name_of
+from curriculum import StandardSampler
+from engines.base import Completion, Engine, Sampling
+from envs import ENVS, Agent, Env
+from monitor import Monitor
+from traces import Branch, Episode, Task, Trace, trainable_traces
+
+TRAIN, EVAL = 0, 1  # the two streams of randomness
+
+
+class RunStopped(Exception):
+    """The run can not go on; the message says why and what to change."""
+
+
+@dataclass
+class Stage:
+    """A source at work: its environment, its algorithm, and who chooses and admits its tasks."""
+
+    name: str
+    env: Env
+    algorithm: Algorithm
+    sampler: StandardSampler
+    group_size: int
+    ratio: float
+    gates: dict[str, Any] = field(default_factory=dict)
+    dealt: int = 0
+
+
+@dataclass
+class Group:
+    """All plays of one task. `index` counts deals over the whole run and seeds the plays."""
+
+    index: int
+    stage: Stage
+    task: Task
+    episodes: list[Episode] = field(default_factory=list)
+    admitted: bool = True
+    survivors: int = 0  # traces that were queued
+
+
+@dataclass
+class Queue:
+    """Traces that wait to be trained on, in deal order.
+
+    With `constant`, only traces with a live branch count and wait, so replacements fill the batch. Without, every trace
+    counts, and a batch ships what of it is alive.
+    """
+
+    batch_size: int
+    constant: bool
+    waiting: list[list[Branch]] = field(default_factory=list)  # the live branches of each trace
+
+    def add(self, traces: list[Trace]) -> int:
+        """Drop what carries no signal and queue the rest. Returns how many traces have a live branch."""
+        live = [[branch for branch in trace.training_branches() if prune(branch)] for trace in traces]
+        self.waiting += [branches for branches in live if branches or not self.constant]
+        return sum(bool(branches) for branches in live)
+
+    def missing(self) -> int:
+        """Traces that the next batch still lacks."""
+        return max(0, self.batch_size - len(self.waiting))
+
+    def take(self) -> list[Branch]:
+        """The next batch: the live branches of the first batch_size traces."""
+        batch, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
+        return [branch for branches in batch for branch in branches]
+
+
+def prune(branch: Branch) -> bool:
+    """Take sampled tokens of zero advantage out of rl; False if no token is left in any component.
+
+    The test is exactly zero. They leave the mask and the denominator, and so the mismatch KL too.
+    """
+    rl = branch.sampled.copy() if branch.rl_weights is None else branch.sampled & (branch.rl_weights != 0)
+    if branch.advantages is not None:
+        dead = rl & (branch.advantages == 0)
+        if dead.any():
+            branch.rl_weights = np.where(dead, 0.0, 1.0 if branch.rl_weights is None else branch.rl_weights)
+            rl &= ~dead
+    elif rl.any():
+        rl[:] = False
+        branch.rl_weights = np.zeros(len(branch))
+    others = [weights is not None and (weights != 0).any() for weights in (branch.ce_weights, branch.ref_kl_weights)]
+    return bool(rl.any() or any(others))
+
+
+class Rollouts:
+    """Plays everything that a run samples. Lives as long as the run."""
+
+    def __init__(self, config: Config, engine: Engine, renderer: Any, monitor: Monitor) -> None:
+        self.config, self.engine, self.renderer, self.monitor = config, engine, renderer, monitor
+        self.stages = [self._stage(source) for source in config.sources]
+        self.queue = Queue(config.batch_size, config.constant_batch_size)
+        self.dealt = 0
+        self.sampling = Sampling(
+            config.max_new_tokens, config.temperature, config.top_p, stop_token_ids=tuple(renderer.stop_token_ids)
+        )
+        self._fruitless: Counter[str] = Counter()  # rollouts since the last one that could be trained on, by reason
+        self._empty_rounds = 0
+        self._last_error = ""
+
+    def _stage(self, source: Source) -> Stage:
+        name = name_of(ENVS, source.env)
+        algorithm = ALGORITHMS[name_of(ALGORITHMS, source.algo)](source.algo, self.engine)
+        return Stage(
+            name, source.env, algorithm, StandardSampler(source.env.tasks("train")), source.group_size, source.ratio
+        )
+
+    async def setup(self) -> None:
+        """Set the algorithms up."""
+        for stage in self.stages:
+            await stage.algorithm.setup()
+
+    async def close(self) -> None:
+        """Close the algorithms."""
+        for stage in self.stages:
+            await stage.algorithm.close()
+
+    async def collect(self, step: int) -> tuple[list[Branch], dict[str, float]]:
+        """One batch of branches for optimizer step `step`, and metrics of the rollouts that were played for it.
+
+        The batch is empty only with constant_batch_size off, when none of its traces carries a signal. Raises RunStopped
+        after max_empty_steps rounds in a row without anything to train on.
+        """
+        played: list[Group] = []
+        with self.monitor.phase("sample"):
+            while self.queue.missing():
+                groups = self._deal(self.queue.missing())
+                await asyncio.gather(*[self._play_group(group, step) for group in groups])
+                with self.monitor.phase("score"):
+                    for group in groups:
+                        await self._finish(group, step)
+                played += groups
+        branches = self.queue.take()
+        return branches, self._metrics(played, branches, step)
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Mean reward on held-out tasks, one rollout each, as `eval/<env>/mean`. Errored rollouts are left out and counted."""
+        metrics = {}
+        with self.monitor.phase("eval"):
+            for stage in self.stages:
+                tasks = [
+                    task for task, _ in zip(stage.env.tasks("eval"), range(self.config.eval_samples), strict=False)
+                ]
+                groups = [Group(i, stage, task) for i, task in enumerate(tasks)]
+                episodes = await asyncio.gather(*[self._play(group, 0, step, EVAL) for group in groups])
+                traces = trainable_traces(episodes)
+                values: dict[str, list[float]] = {"mean": [trace.reward for trace in traces]}
+                for trace in traces:
+                    for name, value in trace.metrics.items():
+                        values.setdefault(name, []).append(value)
+                metrics |= {
+                    f"eval/{stage.name}/{name}": float(np.mean(column)) for name, column in values.items() if column
+                }
+                metrics[f"eval/{stage.name}/errored"] = float(sum(_failed(episode) is not None for episode in episodes))
+        return metrics
+
+    def _deal(self, traces: int) -> list[Group]:
+        """Groups that will give at least so many traces, each from the source that is furthest behind its share."""
+        groups = []
+        while traces > 0:
+            stage = min(self.stages, key=lambda stage: stage.dealt / stage.ratio)
+            groups.append(Group(self.dealt, stage, stage.sampler.sample()))
+            stage.dealt += 1
+            self.dealt += 1
+            traces -= stage.group_size * len(stage.env.agents)
+        return groups
+
+    async def _play_group(self, group: Group, step: int) -> None:
+        group.episodes = await asyncio.gather(
+            *[self._play(group, rollout, step, TRAIN) for rollout in range(group.stage.group_size)]
+        )
+
+    async def _play(self, group: Group, rollout: int, step: int, stream: int) -> Episode:
+        """Play one episode and score it. Whatever goes wrong in it ends this episode alone."""
+        stage, key = group.stage, (self.config.seed, stream, step, group.index, rollout)
+        episode = Episode(".".join(map(str, key)), stage.name, group.task, [Trace(agent) for agent in stage.env.agents])
+
+        def agent(number: int, trace: Trace) -> Agent:
+            async def sample(prompt_ids: list[int], turn: int) -> Completion:
+                return await self.engine.generate(prompt_ids, replace(self.sampling, key=(*key, number, turn)))
+
+            return Agent(trace, self.renderer, sample)
+
+        with self.engine.playing(episode.id):
+            try:
+                agents = [agent(number, trace) for number, trace in enumerate(episode.traces)]
+                await asyncio.wait_for(stage.env.play(group.task, *agents), self.config.rollout_timeout)
+                if stream == TRAIN:
+                    await stage.algorithm.finalize_episode(episode)
+            except TimeoutError:
+                episode.error = f"TimeoutError: still running after --rollout-timeout {self.config.rollout_timeout:g} s"
+            except Exception as error:
+                episode.error = f"{type(error).__name__}: {error}"
+                self.monitor.warn(
+                    f"{stage.name}: an episode failed\n{traceback.format_exc()}",
+                    once=f"{stage.name} {type(error).__name__}",
+                )
+        return episode
+
+    async def _finish(self, group: Group, step: int) -> None:
+        """Score a complete group, let sampler and gates see it, and queue what can be trained on."""
+        stage, episodes = group.stage, group.episodes
+        for episode in episodes:
+            reason = _failed(episode)
+            if reason is not None:
+                self._last_error = f"{stage.name}: {reason}"
+                self.monitor.warn(f"{stage.name}: a rollout is left out: {reason}", once=f"{stage.name} {reason}")
+        await stage.algorithm.finalize_group(episodes)
+        stage.sampler.observe(episodes)
+        group.admitted = all(
+            [gate.admits(episodes) for gate in stage.gates.values()]
+        )  # a list: every gate sees every group
+        usable = trainable_traces(episodes)
+        group.survivors = self.queue.add(usable) if group.admitted else 0
+        self.monitor.rollouts([_row(step, group, episode, trace) for episode in episodes for trace in episode.traces])
+        self._count_fruitless(
+            group.survivors,
+            {
+                "errored": sum(_failed(episode) is not None for episode in episodes),
+                "without a signal (all advantages 0)": len(usable) if group.admitted else 0,
+                "rejected by a gate": 0 if group.admitted else len(usable),
+            },
+        )
+
+    def _count_fruitless(self, survivors: int, reasons: dict[str, int]) -> None:
+        """Warn after each round of batch_size rollouts without a survivor, and stop after too many of them in a row."""
+        if survivors:
+            self._fruitless.clear()
+            self._empty_rounds = 0
+            return
+        self._fruitless.update(reasons)
+        if self._fruitless.total() < self.config.batch_size:
+            return
+        self._empty_rounds += 1
+        why = ", ".join(f"{count} {reason}" for reason, count in self._fruitless.items() if count)
+        last = f"; last error: {self._last_error}" if self._fruitless["errored"] else ""
+        self._fruitless.clear()
+        text = f"nothing to train on in {self.config.batch_size} rollouts: {why}{last}"
+        self.monitor.warn(
+            f"{text} (empty round {self._empty_rounds} of at most {self.config.max_empty_steps} in a row)"
+        )
+        if self._empty_rounds >= self.config.max_empty_steps:
+            raise RunStopped(
+                f"{self._empty_rounds} empty rounds in a row (--max-empty-steps {self.config.max_empty_steps}). The last: {text}"
+            )
+
+    def _metrics(self, played: list[Group], branches: list[Branch], step: int) -> dict[str, float]:
+        episodes = [episode for group in played for episode in group.episodes]
+        columns: dict[str, list[float]] = defaultdict(list)
+        for episode in episodes:
+            for trace in trainable_traces([episode]):
+                columns["reward/mean"].append(trace.reward)
+                columns[f"reward/{episode.env}/mean"].append(trace.reward)
+                for name, value in trace.metrics.items():
+                    columns[f"env/{episode.env}/{name}"].append(value)
+        ages = [step - 1 - branch.version for branch in branches if branch.version >= 0]
+        if ages:
+            columns["off_policy/mean"] = ages
+        metrics = {name: float(np.mean(values)) for name, values in columns.items()}
+        usable = trainable_traces(episodes)
+        admitted = [group for group in played if group.admitted]
+        return metrics | {
+            "off_policy/max": float(max(ages, default=0)),
+            "rollouts/finished": float(len(episodes)),
+            "rollouts/errored": float(sum(_failed(episode) is not None for episode in episodes)),
+            "rollouts/truncated": float(sum(trace.truncated for trace in usable)),
+            "rollouts/no_signal": float(
+                sum(len(trainable_traces(group.episodes)) - group.survivors for group in admitted)
+            ),
+            "rollouts/rejected": float(
+                sum(len(trainable_traces(group.episodes)) for group in played if not group.admitted)
+            ),
+            "rollouts/waiting": float(len(self.queue.waiting)),
+            "perf/sampled_tokens": float(sum(trace.num_sampled for episode in episodes for trace in episode.traces)),
+        }
+
+
+def _failed(episode: Episode) -> str | None:
+    """Why an episode does not count, or None."""
+    if episode.error is not None:
+        return episode.error
+    for trace in episode.traces:
+        if trace.error is not None:
+            return trace.error
+        if trace.trainable and (trace.reward is None or not math.isfinite(trace.reward)):
+            return f"reward of {trace.agent} is {trace.reward}"
+    return None
+
+
+def _row(step: int, group: Group, episode: Episode, trace: Trace) -> dict[str, Any]:
+    """One line of rollouts.jsonl."""
+    advantages = [
+        branch.advantages[branch.sampled] for branch in trace.training_branches() if branch.advantages is not None
+    ]
+    return {
+        "step": step,
+        "group": group.index,
+        "episode": episode.id,
+        "env": episode.env,
+        "task": group.task.key,
+        "agent": trace.agent,
+        "reward": trace.reward,
+        "advantage": float(np.concatenate(advantages).mean()) if advantages else None,
+        "error": episode.error or trace.error,
+        "metrics": trace.metrics,
+        "messages": trace.messages,
+        "branches": [
+            {
+                "tokens": len(branch),
+                "sampled": int(branch.sampled.sum()),
+                "turns": [turn._asdict() for turn in branch.turns],
+            }
+            for branch in trace.branches
+        ],
+    }

@@ -1,0 +1,54 @@
+"""Small models and tokenizers that tests build for themselves: no hub, no network, no GPU."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from make_tiny import make_tokenizer
+
+ROOT = Path(__file__).parent.parent
+
+
+def save_model(folder: Path, tied: bool = True, seed: int = 0, spread: float = 0.3, **options) -> Path:
+    """A random Qwen3 of 2 layers, hidden 32, with the tiny tokenizer; `spread` large enough for a peaked distribution."""
+    torch.manual_seed(seed)
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    config = Qwen3Config(
+        vocab_size=len(make_tokenizer()),
+        tie_word_embeddings=tied,
+        initializer_range=spread,
+        max_position_embeddings=512,
+        **sizes | options,
+    )
+    model = Qwen3ForCausalLM(config)
+    if not tied:
+        torch.nn.init.normal_(model.lm_head.weight, std=spread)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory) -> Path:
+    """Folder of a random tied model."""
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def untied_path(tmp_path_factory) -> Path:
+    """Folder of a random model with a head of its own."""
+    return save_model(tmp_path_factory.mktemp("untied"), tied=False)

@@ -1,0 +1,158 @@
+"""The run, top to bottom: sample -> score -> admit -> pack -> loss -> step -> sync.
+
+    python train.py                                        # learns to reverse text on a laptop, in about a minute
+    python train.py --env arithmetic --steps 60            # another environment
+    python train.py my_run.py --lr 2e-4                    # a config file, and a flag that overrides it
+    python train.py --help                                 # the knobs that apply to the chosen algorithm
+
+What is not here, and where it is: credit assignment (algos/), the formulas of the loss (losses.py), how a token stream
+grows out of a conversation (traces.py, renderers/), how groups are dealt, filtered and queued (rollouts.py).
+"""
+
+import json
+import sys
+
+from config import fail, parse
+
+if __name__ == "__main__":
+    config, notes = parse(sys.argv[1:])
+    if config.dry_run:
+        print(json.dumps(config.to_dict(), indent=2))
+        print("\n".join([config.words(), *notes]))
+        raise SystemExit(0)
+
+    # Heavy imports wait until the command line is known to be right, so that --help and mistakes are answered at once.
+    import asyncio
+    import contextlib
+    import os
+    import signal
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    from config import name_of
+    from engines.hf import HFEngine
+    from envs import ENVS
+    from losses import as_scalars, compute_loss, make_rl_loss, merge, summarize
+    from monitor import Monitor
+    from packing import pack
+    from policy import OptimizerConfig, Policy, model_path
+    from renderers import make_renderer, resolve_name
+    from rollouts import Rollouts, RunStopped
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    # Where the run is written. A name is used once: two runs in one folder would be one unreadable curve.
+    run_dir = config.runs_dir / config.name
+    if run_dir.exists():
+        fail(f"--name {config.name}: {run_dir} exists; choose another name")
+    monitor = Monitor(run_dir, config.steps)
+    (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
+    for note in notes:
+        monitor.note(note)
+    monitor.note(config.words())
+
+    # Ctrl-C once finishes the step that is running; twice stops at once.
+    stopping: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        if stopping:
+            raise KeyboardInterrupt
+        stopping.append(number)
+        monitor.note("stopping after this step (once more to stop at once)")
+
+    signal.signal(signal.SIGINT, stop)
+
+    # The model twice on one device: the engine samples, the policy trains. Both start from the same folder.
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    dtype = {
+        "auto": torch.bfloat16 if device.startswith("cuda") else torch.float32,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+    }[config.dtype]
+    try:
+        path = model_path(config.model, name_of(ENVS, config.sources[0].env))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model_type = AutoConfig.from_pretrained(path).model_type
+        renderer_name, reason = resolve_name(config.renderer, tokenizer, model_type)
+        renderer = make_renderer(renderer_name, tokenizer, model_type)
+        optimizer = OptimizerConfig(
+            config.lr,
+            config.betas,
+            config.weight_decay,
+            config.max_grad_norm,
+            config.warmup_steps,
+            config.schedule,
+            config.final_lr,
+        )
+        policy = Policy(path, optimizer, config.steps, config.temperature, device, dtype, config.checkpoint_activations)
+        engine = HFEngine(path, device, dtype, max_context=config.seq_len)
+        rl_loss = make_rl_loss(**config.to_dict()["loss"])
+        rollouts = Rollouts(config, engine, renderer, monitor)
+    except (ValueError, OSError) as error:
+        monitor.close()
+        fail(f"--model {config.model}: {error}" if isinstance(error, OSError) else str(error))
+    monitor.note(
+        f"model {path} on {device} in {str(dtype).removeprefix('torch.')}; engine hf; renderer {renderer_name} ({reason}); run {run_dir}"
+    )
+
+    def is_eval_step(step: int) -> bool:
+        return config.eval_every > 0 and (step % config.eval_every == 0 or step == config.steps)
+
+    exit_code = 0
+    with contextlib.closing(monitor), asyncio.Runner() as runner:
+        try:
+            runner.run(rollouts.setup())
+            engine.load_weights(policy.weights(), version=0)
+            if is_eval_step(0):
+                monitor.log(0, runner.run(rollouts.evaluate(0)))
+
+            for step in range(1, config.steps + 1):
+                # Rollouts come from the engine; credit is assigned, and rollouts without a signal are dropped, in here.
+                branches, metrics = runner.run(rollouts.collect(step))
+
+                with monitor.phase("train"):
+                    micro_batches, counts = pack(branches, config.seq_len, config.micro_batch_tokens)
+                    summaries = []
+                    for micro_batch in micro_batches:
+                        micro_batch = micro_batch.to(device)
+                        logprobs, entropy = policy(micro_batch)
+                        loss, summary = compute_loss(micro_batch, logprobs, counts.denominators(), rl_loss)
+                        loss.backward()
+                        summaries.append(summary | {"entropy/mean": summarize(entropy[micro_batch.loss_mask])})
+                    if micro_batches:
+                        metrics |= policy.step(step)
+                        metrics |= as_scalars(merge(summaries))
+                        metrics |= {"pack/fill": counts.tokens / counts.slots, "pack/cut": float(counts.cut)}
+                        metrics["perf/trained_tokens"] = counts.tokens
+                    else:
+                        monitor.warn(
+                            f"step {step}: none of its rollouts carries a signal, so there is no optimizer step"
+                        )
+
+                # One update per batch: the next rollouts come from the new weights.
+                with monitor.phase("sync"):
+                    engine.load_weights(policy.weights(), version=step)
+
+                last = step == config.steps or bool(stopping)
+                if is_eval_step(step) or (last and config.eval_every):
+                    metrics |= runner.run(rollouts.evaluate(step))
+                monitor.log(step, metrics)
+                if last:
+                    break
+        except RunStopped as error:
+            monitor.note(f"stopped: {error}")
+            exit_code = 1
+        except KeyboardInterrupt:
+            monitor.note("interrupted")
+            exit_code = 130
+        finally:
+            with contextlib.suppress(Exception):
+                runner.run(rollouts.close())
+            engine.close()
+    monitor.console.print(f"run written to {run_dir}", markup=False)
+    raise SystemExit(exit_code)
