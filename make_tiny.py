@@ -169,11 +169,8 @@ class Recorded:
 
 
 @torch.no_grad()
-def sampled_reward(
-    model: Qwen3ForCausalLM, recipe: Recipe, split: Literal["train", "eval"] = "eval", samples: int = 512, seed: int = 0
-) -> float:
-    """Mean reward of one reply at temperature 1 to each of `samples` tasks of a split."""
-    tasks = random.Random(seed).sample(recipe.env.tasks(split), samples)
+def sampled_reward(model: Qwen3ForCausalLM, recipe: Recipe, tasks: Sequence[Task], seed: int = 0) -> float:
+    """Mean reward of one reply to each task, sampled at temperature 1."""
     prompts = [
         encode([Turn(**message) for message in task.prompt])[0] + [TOKEN_ID["<|im_start|>"], *b"assistant\n"]
         for task in tasks
@@ -181,23 +178,22 @@ def sampled_reward(
     width = max(map(len, prompts))
     ids_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
     mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        out_BT = model.generate(
-            ids_BT,
-            attention_mask=mask_BT,
-            max_new_tokens=recipe.max_new_tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-        )
-    agents = []
+        out_BT = model.generate(ids_BT, attention_mask=mask_BT, max_new_tokens=recipe.max_new_tokens, **sampling)
+    rewards = []
     for task, row in zip(tasks, out_BT[:, width:].tolist(), strict=True):
         reply = row[: row.index(EOS)] if EOS in row else row
-        agents.append(Recorded(bytes(token for token in reply if token < 256).decode(errors="replace")))
-        asyncio.run(recipe.env.play(task, agents[-1]))
-    return fmean(agent.trace.reward for agent in agents)
+        agent = Recorded(bytes(token for token in reply if token < 256).decode(errors="replace"))
+        asyncio.run(recipe.env.play(task, agent))
+        rewards.append(agent.trace.reward)
+    return fmean(rewards)
+
+
+def some_tasks(recipe: Recipe, split: Literal["train", "eval"], count: int, seed: int = 0) -> list[Task]:
+    """`count` tasks of a split, drawn without replacement."""
+    return random.Random(seed).sample(list(recipe.env.tasks(split)), count)
 
 
 def make_base(steps: int, seed: int, lr: float = 5e-3) -> Qwen3ForCausalLM:
@@ -225,7 +221,7 @@ def make_base(steps: int, seed: int, lr: float = 5e-3) -> Qwen3ForCausalLM:
 
 
 def make_start(
-    base: Qwen3ForCausalLM, recipe: Recipe, seed: int, lr: float = 3e-4, every: int = 4, max_steps: int = 400
+    base: Qwen3ForCausalLM, recipe: Recipe, seed: int, lr: float = 1e-4, every: int = 2, max_steps: int = 400
 ) -> tuple[Qwen3ForCausalLM, int]:
     """Phase two: a copy of the base on mostly wrong answers of one environment, and the steps that it took.
 
@@ -235,6 +231,7 @@ def make_start(
     model = copy.deepcopy(base)
     rng = random.Random(seed + 1)
     tasks = list(recipe.env.tasks("train"))
+    probe = some_tasks(recipe, "train", 256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, max_steps + 1):
         chats = [recipe.chat(rng.choice(tasks), rng, rng.random() < recipe.wrong_share) for _ in range(128)]
@@ -242,7 +239,7 @@ def make_start(
         chat_loss(model, chats).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % every == 0 and sampled_reward(model, recipe, "train", seed=step) <= recipe.stop_reward:
+        if step % every == 0 and sampled_reward(model, recipe, probe, seed=step) <= recipe.stop_reward:
             break
     return model, step
 
@@ -256,15 +253,17 @@ def save(model: Qwen3ForCausalLM, folder: Path) -> None:
 def make_tiny(out: Path, steps: int = 600, seed: int = 0) -> None:
     """Make base and one model per environment in `out`, and print the sampled reward of each on held-out tasks."""
     start = time.time()
+    held_out = {name: some_tasks(recipe, "eval", 512) for name, recipe in RECIPES.items()}
     base = make_base(steps, seed)
     save(base, out / "base")
     for name, recipe in RECIPES.items():
-        print(f"base on {name}: held-out reward {sampled_reward(base, recipe):.3f}  [{time.time() - start:.0f} s]")
+        reward = sampled_reward(base, recipe, held_out[name])
+        print(f"base on {name}: reward {reward:.3f}, {time.time() - start:.0f} s")
     for name, recipe in RECIPES.items():
         model, taken = make_start(base, recipe, seed)
         save(model, out / name)
-        reward = sampled_reward(model, recipe)
-        print(f"{name}: {taken} steps, held-out reward {reward:.3f}  [{time.time() - start:.0f} s]")
+        reward = sampled_reward(model, recipe, held_out[name])
+        print(f"{name}: reward {reward:.3f} after {taken} steps, {time.time() - start:.0f} s")
 
 
 if __name__ == "__main__":
@@ -272,7 +271,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models" / "tiny", help="folder to write")
     parser.add_argument("--steps", type=int, default=600, help="training steps of the base")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and sampling")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads; another number gives other roundings")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; another number rounds differently")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     make_tiny(args.out, args.steps, args.seed)

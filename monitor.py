@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def sparkline(values: list[float], width: int = 60) -> str:
     """The values as a row of at most `width` block characters, lowest to highest."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     if not values:
         return ""
     low, high = min(values), max(values)

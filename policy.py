@@ -9,20 +9,23 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.quantization_config import GgufConfig
 
 from packing import MicroBatch
 
-CHUNK_ELEMENTS = 2**22  # entries of the largest [chunk, V] float32 matrix that the head may hold: 16 MiB
+CHUNK_ELEMENTS, CHUNK_ROWS = (
+    2**21,
+    32,
+)  # the head holds [chunk, V] float32 slices of 8 MiB, or of 32 rows where V is large
 ROOT = Path(__file__).parent
 
 
@@ -70,6 +73,11 @@ class OptimizerConfig:
     schedule: str = "constant"
     final_lr: float = 0.1
 
+    @classmethod
+    def of(cls, config: Any) -> "OptimizerConfig":
+        """The optimizer's part of a `config.Config`."""
+        return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
+
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of the 1-based step out of `steps`."""
         if step <= self.warmup_steps:
@@ -81,33 +89,61 @@ class OptimizerConfig:
         return self.lr * (self.final_lr + (1 - self.final_lr) * left) if self.schedule != "constant" else self.lr
 
 
-def token_logprobs(hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy (nats, no gradient) from hidden states.
+class ChunkedHead(torch.autograd.Function):
+    """Hidden states to log-probabilities of labels, one [chunk, V] slice of the logits at a time, forward and backward.
 
-    hidden [N, H], labels [N] -> two float32 tensors [N]. The head runs in its own dtype, the log-softmax in float32. Only
-    one [chunk, V] slice of the logits exists at a time: the backward pass computes it again.
+    With z = (W h + b) / temperature and p = softmax(z):  log p_y = z_y - log sum_v exp z_v,  d log p_y / dz_v = 1[v = y] - p_v.
+    The backward pass computes z again, so nothing of size T x V is ever kept.
     """
 
-    def of_chunk(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden).float() / temperature
-        log_z = logits.logsumexp(-1)
-        with torch.no_grad():  # H = log Z - sum_v p_v z_v
-            probs = (logits - log_z[:, None]).exp_()
-            entropy = log_z - probs.mul_(logits).sum(-1)
-        return logits.gather(-1, labels[:, None])[:, 0] - log_z, entropy
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [N, H], weight [V, H], bias [V] or None, labels [N] -> log-probs and entropies, float32 [N] each."""
+        logprobs, entropy = torch.empty(2, len(labels), device=hidden.device).unbind()
+        log_z = torch.empty_like(logprobs)
+        for rows in _chunks(len(labels), len(weight)):
+            z = nn.functional.linear(hidden[rows], weight, bias).float().div_(temperature)
+            log_z[rows] = z.logsumexp(-1)
+            logprobs[rows] = z.gather(-1, labels[rows, None])[:, 0] - log_z[rows]
+            p = z.sub(log_z[rows, None]).exp_()
+            entropy[rows] = log_z[rows] - p.mul_(z).sum(-1)  # H = log Z - sum_v p_v z_v
+        ctx.save_for_backward(hidden, weight, bias, labels, log_z)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
-    vocabulary = head.weight.shape[0]
-    parts = [
-        checkpoint(of_chunk, rows, labels_of_rows, use_reentrant=False)
-        for rows, labels_of_rows in zip(
-            hidden.split(max(1, CHUNK_ELEMENTS // vocabulary)),
-            labels.split(max(1, CHUNK_ELEMENTS // vocabulary)),
-            strict=True,
-        )
-    ]
-    if not len(labels):
-        return hidden.float().sum(-1), hidden.new_zeros(0, dtype=torch.float32)
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """grad [N]: of the loss with respect to the log-probs."""
+        hidden, weight, bias, labels, log_z = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # hundreds of chunks add up: not in bfloat16
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for rows in _chunks(len(labels), len(weight)):
+            z = nn.functional.linear(hidden[rows], weight, bias).float().div_(ctx.temperature)
+            p = z.sub_(log_z[rows, None]).exp_()
+            grad_z = p.neg_().scatter_add_(-1, labels[rows, None], torch.ones_like(log_z[rows, None]))
+            grad_z = grad_z.mul_(grad[rows, None] / ctx.temperature).to(hidden.dtype)
+            grad_hidden[rows] = grad_z @ weight
+            grad_weight += grad_z.T @ hidden[rows]
+            if grad_bias is not None:
+                grad_bias += grad_z.sum(0)
+        return grad_hidden, grad_weight.to(weight), None if grad_bias is None else grad_bias.to(bias), None, None
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def token_logprobs(hidden: Tensor, head: nn.Linear, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label, and entropy in nats (no gradient), float32 [N] each; hidden [N, H], labels [N].
+
+    The head runs in its own dtype, the log-softmax in float32.
+    """
+    return ChunkedHead.apply(hidden, head.weight, head.bias, labels, temperature)
 
 
 class TokenLogprobs(nn.Module):

@@ -46,15 +46,42 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    # Where the run is written. A name is used once: two runs in one folder would be one unreadable curve.
+    # A name is used once: two runs in one folder would be one unreadable curve.
     run_dir = config.runs_dir / config.name
     if run_dir.exists():
         fail(f"--name {config.name}: {run_dir} exists; choose another name")
+    print("\n".join([*notes, config.words()]), flush=True)
+
+    # The model twice on one device: the engine samples, the policy trains. Both start from the same folder.
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    dtype = getattr(
+        torch, config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
+    )
+    try:
+        rl_loss = make_rl_loss(**config.to_dict()["loss"])
+        path = model_path(config.model, name_of(ENVS, config.sources[0].env))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model_type = AutoConfig.from_pretrained(path).model_type
+        renderer_name, reason = resolve_name(config.renderer, tokenizer, model_type)
+        renderer = make_renderer(renderer_name, tokenizer, model_type)
+        policy = Policy(
+            path,
+            OptimizerConfig.of(config),
+            config.steps,
+            config.temperature,
+            device,
+            dtype,
+            config.checkpoint_activations,
+        )
+        engine = HFEngine(path, device, dtype, max_context=config.seq_len)
+    except ValueError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"--model {config.model}: {error}")
     monitor = Monitor(run_dir, config.steps)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
-    for note in notes:
-        monitor.note(note)
-    monitor.note(config.words())
+    monitor.note(f"model {path} on {device} in {dtype}; engine hf; renderer {renderer_name} ({reason}); run {run_dir}")
+    rollouts = Rollouts(config, engine, renderer, monitor)
 
     # Ctrl-C once finishes the step that is running; twice stops at once.
     stopping: list[int] = []
@@ -66,39 +93,6 @@ if __name__ == "__main__":
         monitor.note("stopping after this step (once more to stop at once)")
 
     signal.signal(signal.SIGINT, stop)
-
-    # The model twice on one device: the engine samples, the policy trains. Both start from the same folder.
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    dtype = {
-        "auto": torch.bfloat16 if device.startswith("cuda") else torch.float32,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-    }[config.dtype]
-    try:
-        path = model_path(config.model, name_of(ENVS, config.sources[0].env))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model_type = AutoConfig.from_pretrained(path).model_type
-        renderer_name, reason = resolve_name(config.renderer, tokenizer, model_type)
-        renderer = make_renderer(renderer_name, tokenizer, model_type)
-        optimizer = OptimizerConfig(
-            config.lr,
-            config.betas,
-            config.weight_decay,
-            config.max_grad_norm,
-            config.warmup_steps,
-            config.schedule,
-            config.final_lr,
-        )
-        policy = Policy(path, optimizer, config.steps, config.temperature, device, dtype, config.checkpoint_activations)
-        engine = HFEngine(path, device, dtype, max_context=config.seq_len)
-        rl_loss = make_rl_loss(**config.to_dict()["loss"])
-        rollouts = Rollouts(config, engine, renderer, monitor)
-    except (ValueError, OSError) as error:
-        monitor.close()
-        fail(f"--model {config.model}: {error}" if isinstance(error, OSError) else str(error))
-    monitor.note(
-        f"model {path} on {device} in {str(dtype).removeprefix('torch.')}; engine hf; renderer {renderer_name} ({reason}); run {run_dir}"
-    )
 
     def is_eval_step(step: int) -> bool:
         return config.eval_every > 0 and (step % config.eval_every == 0 or step == config.steps)

@@ -253,7 +253,7 @@ def processed_logprobs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     if all(sampling.top_k < 1 and sampling.top_p >= 1 for sampling in samplings):
         return logprobs
     vocabulary = logits.shape[-1]
-    values, order = logprobs.sort(-1, descending=True, stable=True)
+    values, order = logprobs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocabulary, device=logits.device)
     top_k = torch.tensor(
         [sampling.top_k if sampling.top_k > 0 else vocabulary for sampling in samplings], device=logits.device

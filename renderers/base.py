@@ -157,7 +157,7 @@ class Renderer:
             if option not in self.options:
                 raise ValueError(f"renderer {self.name} has no option {option!r}; it has {', '.join(self.options)}")
             allowed = self.choices.get(option)
-            if allowed is not None and value not in allowed:
+            if allowed is not None and not any(value == one and type(value) is type(one) for one in allowed):
                 raise ValueError(f"renderer {self.name}: {option} is one of {allowed}, not {value!r}")
         for option, default in self.options.items():
             setattr(self, option, options.get(option, default))
@@ -529,6 +529,7 @@ def _without_added_tokens(backend: Any) -> Any:
         # A run is never the beginning of the text, so a vocabulary that marks that beginning has nothing to mark. The
         # round trip makes a copy: setting the attribute would change the caller's tokenizer.
         state = backend.pre_tokenizer.__getstate__().replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"')
-        ordinary.pre_tokenizer = copy.copy(backend.pre_tokenizer)
-        ordinary.pre_tokenizer.__setstate__(state)
+        pre_tokenizer = copy.copy(backend.pre_tokenizer)
+        pre_tokenizer.__setstate__(state)
+        ordinary.pre_tokenizer = pre_tokenizer
     return ordinary

@@ -143,14 +143,14 @@ class Default(Renderer):
             return None
         probe = [USER, {"role": "assistant", "content": ANSWER}]
         try:
+            if not self._keeps_answers:
+                return None
             hidden = self._hide([*probe, *map(_for_template, new_messages)], tools, True, first=len(probe))
             suffix = self._proved_suffix(hidden.messages[len(probe) :], hidden.tools)
         except ValueError:
             return None
-        if suffix is None:
-            return None
-        _, stop, stop_id = next(_cut(self._control, suffix), (0, "", None))
-        if stop_id is None or stop_id not in self.stop_token_ids:
+        _, stop, stop_id = next(_cut(self._control, suffix or ""), (0, "", None))
+        if suffix is None or stop_id is None or stop_id not in self.stop_token_ids:
             return None
         begin = len(hidden.text) - len(suffix)
         if after is not None:
@@ -226,14 +226,12 @@ class Default(Renderer):
                 pattern = assistant if message["role"] == "assistant" else others
                 covered = {"role": message["role"]}
                 for key, value in message.items():
-                    core = value.strip() if texts and key in ("content", "reasoning_content") and value else ""
-                    if core:
+                    is_text = key in ("content", "reasoning_content")
+                    if core := value.strip() if texts and is_text and value else "":
                         before, _, behind = value.partition(core)
                         covered[key] = before + hide(core, index, True) + behind
                     elif key != "role":
-                        covered[key] = walk(
-                            value, index, pattern if key in ("content", "reasoning_content") else others
-                        )
+                        covered[key] = walk(value, index, pattern if is_text else others)
                 hidden.messages.append(covered)
             hidden.tools = walk(list(tools), -1, others) if tools else None
             try:
@@ -292,7 +290,22 @@ class Default(Renderer):
         turn = after[len(before) :]
         return len(text) - len(turn) if after.startswith(before) and turn and text.endswith(turn) else 0
 
-    def _proved_suffix(self, new: list[Message], tools: list[dict] | None) -> str | None:
+    @cached_property
+    def _keeps_answers(self) -> bool:
+        """Whether the template leaves any answer in history as it was. Where it takes one apart, it does so at a string that
+        it names: answers that hold each of these, and each control token in the template, are tried."""
+        named = re.findall(
+            r"""(?:split|partition|replace|with)\(\s*(['"])(.+?)\1|(['"])([^'"\n]+)\3\s+(?:not\s+)?in\b""",
+            self._template,
+        )
+        marks = {(called or tested).replace("\\n", "\n") for _, called, _, tested in named}
+        marks |= {text for _, text, token_id in _cut(self._control, self._template) if token_id is not None}
+        answers = [*ANSWERS, *(f"Yes.{mark}No." for mark in sorted(marks))]
+        return self._proved_suffix([USER], None, answers) is not None
+
+    def _proved_suffix(
+        self, new: list[Message], tools: list[dict] | None, answers: Sequence[str] = ANSWERS
+    ) -> str | None:
         """What the template writes between an assistant's text and the next one's, `new` between them; None where it is not
         the same after every probe, or where the template changes what stood before. Raises ValueError where none renders."""
         suffixes = set()
@@ -301,7 +314,7 @@ class Default(Renderer):
                 before = self._text(history, tools, generation=True)
             except ValueError:  # a template without system messages, say: no conversation has one then
                 continue
-            for answer in ANSWERS:
+            for answer in answers:
                 said = {"role": "assistant", "content": answer}
                 once = self._text([*history, said, *new], tools, generation=True)
                 suffix = once[len(before) + len(answer) :]

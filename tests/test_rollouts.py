@@ -1,0 +1,201 @@
+"""From tasks to a batch: groups, credit, filters, empty rounds, errors, and the token record of several turns."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from config import Config, Source
+from engines.base import Completion, Engine
+from envs import ENVS
+from envs.base import Env, user
+from make_tiny import make_tokenizer
+from monitor import Monitor
+from renderers import make_renderer
+from renderers.base import Renderer
+from rollouts import Rollouts, RunStopped, prune
+from traces import Task
+
+
+class Fake(Engine):
+    """Answers with the next scripted completions (ids), or with one letter; remembers what it was asked."""
+
+    def __init__(self, script=()):
+        super().__init__(max_context=10_000)
+        self.script, self.calls = list(script), []
+
+    async def generate(self, prompt_ids, sampling):
+        self.calls.append((list(prompt_ids), sampling))
+        token_ids = self.script.pop(0) if self.script else [ord("x"), sampling.stop_token_ids[0]]
+        return Completion(token_ids, [-0.5] * len(token_ids), "stop", self.version)
+
+
+@dataclass
+class EchoEnv(Env):
+    """Rewards by rollout: a number, None, or an exception to raise; a float in `naps` sleeps first."""
+
+    rewards: list = field(default_factory=lambda: [1.0, 0.0])
+    naps: list = field(default_factory=list)
+    turns: int = 1
+    played: int = 0
+
+    def tasks(self, split):
+        return [Task(f"{split}-{i}", [user(f"task {i}")]) for i in range(100)]
+
+    async def play(self, task, agent):
+        reward = self.rewards[self.played % len(self.rewards)]
+        nap = self.naps[self.played % len(self.naps)] if self.naps else 0
+        self.played += 1
+        for turn in range(self.turns):
+            await agent.say(*task.prompt if turn == 0 else [user("again")])
+        await asyncio.sleep(nap)
+        if isinstance(reward, Exception):
+            raise reward
+        agent.trace.reward = reward
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """rollouts over EchoEnv with a fake engine: build(rewards=..., script=..., **config knobs)."""
+    monkeypatch.setitem(ENVS, "echo-env", EchoEnv)
+
+    def make(script=(), group_size=2, env=None, **knobs):
+        options = {name: knobs.pop(name) for name in ("rewards", "naps", "turns") if name in knobs}
+        config = Config(
+            **{"batch_size": 4} | knobs, sources=[Source(env=env or EchoEnv(**options), group_size=group_size)]
+        ).resolved()
+        monitor = Monitor(tmp_path / "run", 10, Console(file=open(tmp_path / "console.txt", "w"), soft_wrap=True))
+        return Rollouts(config, Fake(script), make_renderer("qwen3", make_tokenizer(), "qwen3"), monitor)
+
+    make.console = lambda: (tmp_path / "console.txt").read_text()
+    make.rows = lambda: [json.loads(line) for line in open(tmp_path / "run" / "rollouts.jsonl")]
+    return make
+
+
+def collect(rollouts, step=1):
+    branches, metrics = asyncio.run(rollouts.collect(step))
+    rollouts.monitor.console.file.flush()
+    return branches, metrics
+
+
+def advantages(branches):
+    return [float(branch.advantages[branch.sampled][0]) for branch in branches]
+
+
+def test_a_batch_in_deal_order(build):
+    rollouts = build(rewards=[1.0, 0.0])
+    branches, metrics = collect(rollouts)
+    assert advantages(branches) == [0.5, -0.5, 0.5, -0.5]
+    assert metrics["reward/mean"] == metrics["reward/echo-env/mean"] == 0.5
+    assert metrics["off_policy/mean"] == 0 and metrics["rollouts/finished"] == 4
+    assert [row["task"] for row in build.rows()] == ["train-0", "train-0", "train-1", "train-1"]
+    assert len({sampling.key for _, sampling in rollouts.engine.calls}) == 4
+
+
+def test_groups_without_a_signal_are_replaced(build):
+    """A14, A25: equal rewards give exact zeros, are dropped, counted, and replaced."""
+    branches, metrics = collect(build(rewards=[0.1, 0.1, 1.0, 0.0]))
+    assert len(branches) == 4 and metrics["rollouts/no_signal"] == 4 and metrics["rollouts/finished"] == 8
+    assert metrics["reward/mean"] == pytest.approx(0.3), "the reward is that of everything that was played"
+
+
+def test_without_constant_batches_nothing_is_replaced(build):
+    branches, metrics = collect(build(rewards=[0.1, 0.1, 1.0, 0.0], constant_batch_size=False))
+    assert len(branches) == 2 and metrics["rollouts/no_signal"] == 2
+
+
+def test_surplus_starts_the_next_batch_and_has_aged(build):
+    rollouts = build(rewards=[1.0, 0.0, 0.2], group_size=3)
+    first, metrics = collect(rollouts, 1)
+    rollouts.engine.version = 1
+    second, later = collect(rollouts, 2)
+    assert len(first) == len(second) == 4 and metrics["rollouts/waiting"] == 2
+    assert metrics["off_policy/mean"] == 0 and later["off_policy/mean"] == 0.5 and later["off_policy/max"] == 1
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), ValueError("broken environment")])
+def test_a_bad_rollout_is_left_out_of_its_group(build, bad):
+    """A12, A15: no number, or an exception, in one of four: the mean is that of the other three."""
+    branches, metrics = collect(build(rewards=[1.0, bad, 0.0, 0.5], group_size=4, batch_size=3))
+    assert advantages(branches) == [0.5, -0.5, 0.5], "and the rollout that equals the mean has no signal"
+    assert metrics["rollouts/errored"] == 2 and metrics["rollouts/no_signal"] == 2 and "echo-env" in build.console()
+
+
+def test_an_error_is_shown_with_its_traceback_once(build):
+    collect(build(rewards=[ValueError("broken"), 1.0, 0.0], group_size=3))
+    assert build.console().count("Traceback") == 1 and "in play" in build.console()
+    assert any(row["error"] == "ValueError: broken" for row in build.rows())
+
+
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize(
+    "rewards, why",
+    [([0.5], "4 without a signal"), ([ValueError("down")], "4 errored; last error: echo-env: ValueError: down")],
+)
+def test_too_many_empty_rounds_stop_the_run(build, constant, rewards, why):
+    rollouts = build(rewards=rewards, constant_batch_size=constant, max_empty_steps=3)
+    with pytest.raises(RunStopped, match=r"3 empty rounds in a row \(--max-empty-steps 3\)"):
+        for step in range(1, 10):
+            assert collect(rollouts, step)[0] == []
+    rollouts.monitor.console.file.flush()
+    assert build.console().count("empty round") == 3 and why in build.console()
+
+
+def test_empty_rounds_must_be_in_a_row(build):
+    rollouts = build(rewards=[0.5] * 8 + [1.0, 0.0] + [0.5] * 8 + [1.0, 0.0], max_empty_steps=3)
+    assert len(collect(rollouts)[0]) == 4
+
+
+def test_an_episode_that_never_ends_is_an_error(build):
+    """A13, for code that awaits: the others go on, and the group is scored without it."""
+    branches, metrics = collect(
+        build(rewards=[1.0, 0.0, 0.5], naps=[0, 1e6, 0], group_size=3, batch_size=2, rollout_timeout=0.3)
+    )
+    assert len(branches) == 2 and metrics["rollouts/errored"] == 1 and "--rollout-timeout" in build.rows()[1]["error"]
+
+
+def test_sampled_ids_are_trained_and_never_encoded_again(build, monkeypatch):
+    """A9: ids that a tokenizer would have merged, half of a UTF-8 character, three turns: what was sampled is what trains."""
+    stop = make_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    script = [
+        [0xC3, stop],
+        [ord("a"), ord("b"), stop],
+        [ord("<"), ord("t"), stop],
+        [ord("y"), stop],
+        [ord("y"), stop],
+        [ord("y"), stop],
+    ]
+    rollouts = build(script=[list(ids) for ids in script], turns=3, batch_size=2, rewards=[1.0, 0.0])
+    encoded = []
+    plain = Renderer._encode
+    monkeypatch.setattr(Renderer, "_encode", lambda self, text: (encoded.append(text), plain(self, text))[1])
+    branches, _ = collect(rollouts)
+    assert len(branches) == 2, "three turns of one conversation are one sequence"
+    sampled = [branch.token_ids[branch.sampled].tolist() for branch in branches]
+    assert sorted(sum(sampled, [])) == sorted(sum(script, [])) and [0xC3, stop] == sampled[0][:2]
+    assert encoded and not any("ab" in text or "<t" in text or "yy" in text or "\ufffd" in text for text in encoded)
+    for branch in branches:
+        first = next(
+            prompt for prompt, sampling in rollouts.engine.calls if branch.token_ids[: len(prompt)].tolist() == prompt
+        )
+        assert branch.token_ids[: len(first)].tolist() == first
+
+
+def test_evaluation_plays_held_out_tasks_and_trains_nothing(build):
+    rollouts = build(rewards=[1.0, ValueError("x"), 0.0, 0.5], eval_samples=4)
+    metrics = asyncio.run(rollouts.evaluate(0))
+    assert metrics == {"eval/echo-env/mean": 0.5, "eval/echo-env/errored": 1.0}
+    assert all(sampling.key[1] == 1 for _, sampling in rollouts.engine.calls) and not rollouts.queue.waiting
+
+
+def test_pruning_leaves_other_components_alone(build):
+    branches, _ = collect(build())
+    branch = branches[0]
+    branch.advantages = np.where(branch.sampled, 0.0, branch.advantages)
+    assert not prune(branch)
+    branch.ce_weights = np.zeros(len(branch))
+    branch.ce_weights[3] = 0.1
+    assert prune(branch) and not branch.rl_weights[branch.sampled].any()
