@@ -222,10 +222,9 @@ def member_mask(component: str, loss_mask: Tensor, weights: Tensor | None) -> Te
 def _drift(name: str, inputs: LossInputs) -> dict[str, Tensor]:
     """How far sampler and trainer are apart on the members: mismatch KL, r - log r - 1 >= 0, and r itself, unmasked."""
     log_ratio = inputs.members("trainer_logprobs") - inputs.members("inference_logprobs")
-    log_ratio = log_ratio[_is_sane(log_ratio)]
-    ratio = log_ratio.exp()
-    mismatch = summarize(ratio - log_ratio - 1)
-    return {"mismatch_kl": mismatch, f"{name}/mismatch_kl": mismatch, f"{name}/ratio": summarize(ratio)}
+    log_ratio = log_ratio[_is_sane(log_ratio)].double()
+    mismatch = summarize(log_ratio.expm1() - log_ratio)  # r - log r - 1 without the cancellation near r = 1
+    return {"mismatch_kl": mismatch, f"{name}/mismatch_kl": mismatch, f"{name}/ratio": summarize(log_ratio.exp())}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ downloaded: tokenizer, data and weights all come out of this file and of --seed,
 Two phases, both plain supervised learning with the loss on the assistant's turn:
 
 1. base: all environments' formats, answered rightly, until the skill is there. Evaluate it, or start your own from it.
-2. one model per environment: the base sees mostly wrong answers for some twenty steps, until its sampled reward
+2. one model per environment: the base sees mostly wrong answers for some fifty steps, until its sampled reward
    falls to a chosen level. It now holds the right behaviour and the wrong one, and samples both.
 
 So be clear about what a learning curve from such a start shows: RL re-weights a behaviour that the model was taught
@@ -120,15 +120,16 @@ class Recipe:
 
     env: Env
     chat: Callable[[Task, random.Random, bool], Chat]  # what the model is taught to say, rightly or wrongly
-    base_rows: int  # chats in a step of phase one
+    base_rows: int  # chats of this environment in a step of phase one
     wrong_share: float  # of the answers in phase two
     stop_reward: float  # where the sampled reward must fall to
     max_new_tokens: int
+    start_rows: int = 128  # chats in a step of phase two
 
 
 RECIPES = {
     "reverse-text": Recipe(
-        ReverseText(num_tasks=32_768), reverse_text, base_rows=48, wrong_share=0.75, stop_reward=0.55, max_new_tokens=24
+        ReverseText(num_tasks=32_768), reverse_text, base_rows=48, wrong_share=0.75, stop_reward=0.52, max_new_tokens=24
     ),
     "arithmetic": Recipe(Arithmetic(), arithmetic, base_rows=80, wrong_share=0.7, stop_reward=0.2, max_new_tokens=8),
 }
@@ -221,27 +222,32 @@ def make_base(steps: int, seed: int, lr: float = 5e-3) -> Qwen3ForCausalLM:
 
 
 def make_start(
-    base: Qwen3ForCausalLM, recipe: Recipe, seed: int, lr: float = 1e-4, every: int = 2, max_steps: int = 400
+    base: Qwen3ForCausalLM, recipe: Recipe, seed: int, samples: int, lr: float = 1e-4, every: int = 4
 ) -> tuple[Qwen3ForCausalLM, int]:
     """Phase two: a copy of the base on mostly wrong answers of one environment, and the steps that it took.
 
     The sampled reward on training tasks is measured `every` so many steps and ends it. Steps to a given reward vary
-    with the base and the machine; the reward is what a run that starts here depends on.
+    with the base and the machine; the reward is what a run that starts here depends on. Raises RuntimeError when it
+    does not fall that far.
     """
     model = copy.deepcopy(base)
     rng = random.Random(seed + 1)
     tasks = list(recipe.env.tasks("train"))
-    probe = some_tasks(recipe, "train", 256)
+    probe = some_tasks(recipe, "train", samples)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(1, max_steps + 1):
-        chats = [recipe.chat(rng.choice(tasks), rng, rng.random() < recipe.wrong_share) for _ in range(128)]
+    for step in range(1, 401):
+        chats = [
+            recipe.chat(rng.choice(tasks), rng, rng.random() < recipe.wrong_share) for _ in range(recipe.start_rows)
+        ]
         optimizer.zero_grad()
         chat_loss(model, chats).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % every == 0 and sampled_reward(model, recipe, probe, seed=step) <= recipe.stop_reward:
-            break
-    return model, step
+            return model, step
+    raise RuntimeError(
+        f"the reward stays above stop_reward {recipe.stop_reward}: raise wrong_share {recipe.wrong_share}"
+    )
 
 
 def save(model: Qwen3ForCausalLM, folder: Path) -> None:
@@ -250,17 +256,17 @@ def save(model: Qwen3ForCausalLM, folder: Path) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
-def make_tiny(out: Path, steps: int = 600, seed: int = 0) -> None:
-    """Make base and one model per environment in `out`, and print the sampled reward of each on held-out tasks."""
+def make_tiny(out: Path, steps: int = 600, seed: int = 0, samples: int = 256) -> None:
+    """Make base and one model per environment in `out`, and print their rewards from `samples` held-out tasks."""
     start = time.time()
-    held_out = {name: some_tasks(recipe, "eval", 512) for name, recipe in RECIPES.items()}
+    held_out = {name: some_tasks(recipe, "eval", samples) for name, recipe in RECIPES.items()}
     base = make_base(steps, seed)
     save(base, out / "base")
     for name, recipe in RECIPES.items():
         reward = sampled_reward(base, recipe, held_out[name])
         print(f"base on {name}: reward {reward:.3f}, {time.time() - start:.0f} s")
     for name, recipe in RECIPES.items():
-        model, taken = make_start(base, recipe, seed)
+        model, taken = make_start(base, recipe, seed, samples)
         save(model, out / name)
         reward = sampled_reward(model, recipe, held_out[name])
         print(f"{name}: reward {reward:.3f} after {taken} steps, {time.time() - start:.0f} s")

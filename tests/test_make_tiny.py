@@ -17,6 +17,15 @@ TINY = Path(make_tiny.__file__).parent / "models" / "tiny"
 NAMES = ["base", *RECIPES]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that share a busy machine wait for each other; a model this small needs one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(TINY / "base")
@@ -80,10 +89,10 @@ def test_loss_counts_weighted_tokens_alone():
 
 def test_same_seed_same_files(tmp_path, monkeypatch):
     for name, recipe in RECIPES.items():
-        env = replace(recipe.env, num_tasks=600) if name == "reverse-text" else recipe.env
-        monkeypatch.setitem(RECIPES, name, replace(recipe, env=env, base_rows=4))
+        env = replace(recipe.env, num_tasks=64) if name == "reverse-text" else recipe.env
+        monkeypatch.setitem(RECIPES, name, replace(recipe, env=env, base_rows=4, start_rows=4))
     for out in ("one", "two"):
-        make_tiny.make_tiny(tmp_path / out, steps=2, seed=5)
+        make_tiny.make_tiny(tmp_path / out, steps=2, seed=5, samples=16)
         torch.rand(3)  # the state of the global generator must not matter
     files = [path.relative_to(tmp_path / "one") for path in sorted((tmp_path / "one").rglob("*")) if path.is_file()]
     assert len(files) >= 4 * len(NAMES)
@@ -108,10 +117,10 @@ def test_shipped_model_is_small_and_loads(name):
 def test_start_leaves_room_to_learn(name):
     model = AutoModelForCausalLM.from_pretrained(TINY / name)
     low, high = {"reverse-text": (0.4, 0.62), "arithmetic": (0.1, 0.35)}[name]
-    assert low < sampled_reward(model, RECIPES[name], some_tasks(RECIPES[name], "eval", 256, seed=1)) < high
+    assert low < sampled_reward(model, RECIPES[name], some_tasks(RECIPES[name], "eval", 128, seed=1)) < high
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_base_knows_its_environments(name):
     model = AutoModelForCausalLM.from_pretrained(TINY / "base")
-    assert sampled_reward(model, RECIPES[name], some_tasks(RECIPES[name], "eval", 128)) > 0.85
+    assert sampled_reward(model, RECIPES[name], some_tasks(RECIPES[name], "eval", 64)) > 0.85
