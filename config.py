@@ -91,7 +91,7 @@ class Run:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the forward pass; auto: bfloat16 on CUDA, float32 on the CPU. Weights and moments are float32 always"""
 
-    steps: int = 100
+    steps: int = 60
     """optimizer steps"""
     batch_size: int = 128
     """rollouts in a step (training traces)"""
