@@ -10,6 +10,7 @@ refused, and `--help` shows just what applies. Nothing heavy is imported here.
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 import runpy
@@ -18,11 +19,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import tyro
 
 from algos import ALGORITHMS, AlgorithmConfig
+from curriculum import GATES, SAMPLERS, AdvRangeConfig, StandardConfig
 from envs import ENVS, Env
 
 ROOT = Path(__file__).parent
@@ -64,8 +66,8 @@ class Custom:
 
     import_path: str
     """module.function, e.g. my_losses.ppo_clip"""
-    kwargs: dict[str, float] = field(default_factory=dict)
-    """keyword arguments, e.g. --loss.kwargs clip_eps 0.2"""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """keyword arguments, e.g. --loss.kwargs clip_eps=0.2"""
 
     def words(self) -> str:
         """The loss as a formula."""
@@ -74,6 +76,15 @@ class Custom:
 
 
 LOSSES: dict[str, type] = {"ipo": IPO, "icepop": IcePop, "custom": Custom}
+SOURCE_CHOICES: dict[str, dict[str, type]] = {"algo": ALGORITHMS, "env": ENVS, "sampler": SAMPLERS}
+CHOICES = SOURCE_CHOICES | {"loss": LOSSES}
+HELP = {
+    "algo": "who assigns credit; its knobs stand beside this one",
+    "env": "what is played; its knobs begin with --env.",
+    "sampler": "which task comes next; pools are named in a config file",
+    "loss": "the rl component; its knobs begin with --loss.",
+}
+REQUIRED = object()  # in place of a default: the command line must say it
 
 
 @dataclass(kw_only=True)
@@ -147,22 +158,48 @@ class Run:
 
 @dataclass(kw_only=True)
 class Source:
-    """An environment, the algorithm that trains on it, and its share of the run."""
+    """An environment, the algorithm that trains on it, and its share of the run.
+
+    `algo` is an algorithm's config, or a dict of knobs that differ from the run's algorithm, or None: the run's algorithm.
+    """
 
     env: Env
-    algo: AlgorithmConfig = field(default_factory=ALGORITHMS["grpo"].Config)
+    algo: AlgorithmConfig | dict[str, Any] | None = None
     group_size: int = 8
     """rollouts of one task"""
     ratio: float = 1.0
     """share of the groups that are dealt, relative to the other sources"""
+    sampler: Any = field(default_factory=StandardConfig)
+    """which task comes next"""
+    gates: dict[str, AdvRangeConfig] = field(default_factory=dict)
+    """name -> gate; a group trains only if every gate admits it"""
+
+
+@dataclass
+class GateFlags:
+    """Reject groups whose advantages all lie in a range. A config file can name any number of such gates."""
+
+    reject_min: float | None = None
+    """lower end of the rejected range, itself in it (0 if only the other end is given)"""
+    reject_max: float | None = None
+    """upper end of the rejected range, itself in it (0 if only the other end is given)"""
 
 
 @dataclass(kw_only=True)
 class Config(Run):
-    """A whole run: `Run`, and what it trains on and with."""
+    """A whole run: `Run`, and what it trains on and with. `algo` is the algorithm of sources that name none."""
 
     sources: list[Source] = field(default_factory=lambda: [Source(env=ENVS["reverse-text"]())])
     loss: Any = field(default_factory=IPO)
+    algo: dataclasses.InitVar[AlgorithmConfig | None] = None
+
+    def __post_init__(self, algo: AlgorithmConfig | None) -> None:
+        default = algo or config_class(ALGORITHMS, "grpo")()
+
+        def own(given: AlgorithmConfig | dict[str, Any] | None) -> AlgorithmConfig:
+            return given if isinstance(given, AlgorithmConfig) else dataclasses.replace(default, **given or {})
+
+        self.sources = [dataclasses.replace(source, algo=own(source.algo)) for source in self.sources]
 
     def resolved(self) -> "Config":
         """The configuration with the defaults that depend on other knobs filled in."""
@@ -229,7 +266,20 @@ class Config(Run):
             require(
                 source.ratio > 0 and math.isfinite(source.ratio), "ratio", source.ratio, "must be a positive number"
             )
+            source.sampler.check()
+            for gate in source.gates.values():
+                gate.check()
             warnings += source.algo.check(source, self)
+        rl = [
+            source.algo for source in self.sources if ALGORITHMS[name_of(ALGORITHMS, source.algo)].action_loss == "rl"
+        ]
+        aggregations = {getattr(algo, "loss_aggregation", "token") for algo in rl}
+        require(
+            len(aggregations) < 2,
+            "loss_aggregation",
+            " and ".join(sorted(aggregations)),
+            "all sources with an rl loss must have the same, since they share one denominator",
+        )
         return warnings
 
     def to_dict(self) -> dict[str, Any]:
@@ -238,11 +288,11 @@ class Config(Run):
             "runs_dir": str(self.runs_dir),
             "betas": list(self.betas),
         }
-        values["loss"] = {"name": name_of(LOSSES, self.loss)} | dataclasses.asdict(self.loss)
+        values["loss"] = _named(LOSSES, self.loss)
         values["sources"] = [
             dataclasses.asdict(source)
-            | {"env": {"name": name_of(ENVS, source.env)} | dataclasses.asdict(source.env)}
-            | {"algo": {"name": name_of(ALGORITHMS, source.algo)} | dataclasses.asdict(source.algo)}
+            | {kind: _named(classes, getattr(source, kind)) for kind, classes in SOURCE_CHOICES.items()}
+            | {"gates": {name: _named(GATES, gate) for name, gate in source.gates.items()}}
             for source in self.sources
         ]
         return values
@@ -250,23 +300,16 @@ class Config(Run):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Config":
         """The configuration that `to_dict` wrote."""
-
-        def build(classes: dict[str, type], knobs: dict[str, Any]) -> Any:
-            return config_class(classes, knobs["name"])(**{key: value for key, value in knobs.items() if key != "name"})
-
         sources = [
-            Source(**source | {"env": build(ENVS, source["env"]), "algo": build(ALGORITHMS, source["algo"])})
+            Source(
+                **source
+                | {kind: _rebuilt(classes, source[kind]) for kind, classes in SOURCE_CHOICES.items()}
+                | {"gates": {name: _rebuilt(GATES, gate) for name, gate in source["gates"].items()}}
+            )
             for source in values["sources"]
         ]
-        return cls(
-            **values
-            | {
-                "loss": build(LOSSES, values["loss"]),
-                "sources": sources,
-                "runs_dir": Path(values["runs_dir"]),
-                "betas": tuple(values["betas"]),
-            }
-        )
+        other = {"runs_dir": Path(values["runs_dir"]), "betas": tuple(values["betas"])}
+        return cls(**values | other | {"loss": _rebuilt(LOSSES, values["loss"]), "sources": sources})
 
     def words(self) -> str:
         """What is trained, in a few lines."""
@@ -290,6 +333,28 @@ def name_of(classes: dict[str, type], config: Any) -> str:
         if config_class(classes, name) is type(config):
             return name
     raise ValueError(f"{type(config).__name__} is not listed; known are {', '.join(classes)}")
+
+
+def _named(classes: dict[str, type], config: Any) -> dict[str, Any]:
+    """The config's knobs, and the name that its class is listed under."""
+    return {"name": name_of(classes, config)} | dataclasses.asdict(config)
+
+
+def _rebuilt(classes: dict[str, type], knobs: dict[str, Any]) -> Any:
+    """The config that `_named` wrote."""
+    return _build(config_class(classes, knobs["name"]), {key: value for key, value in knobs.items() if key != "name"})
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """A value of the annotated type from JSON: dataclasses from dicts, tuples from lists."""
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        types = {f.name: f.type for f in dataclasses.fields(kind)}
+        return kind(**{name: _build(types[name], item) for name, item in value.items()})
+    if get_origin(kind) is tuple or (isinstance(kind, type) and issubclass(kind, tuple)):
+        return kind(*value) if hasattr(kind, "_fields") else tuple(value)
+    if get_origin(kind) is dict:
+        return {name: _build(get_args(kind)[1], item) for name, item in value.items()}
+    return value
 
 
 def option(name: str) -> str:
@@ -317,70 +382,101 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
     args, notes = list(args), []
     from_a_file = bool(args) and not args[0].startswith("-")
     base = read_config_file(args.pop(0)) if from_a_file else Config()
-    choices = {"algo": ALGORITHMS, "env": ENVS, "loss": LOSSES}
-    several = len(base.sources) > 1
-    from_file = {"algo": base.sources[0].algo, "env": base.sources[0].env, "loss": base.loss}
-    fields: list[tuple] = []
-    for kind, classes in choices.items():
+    source, several = base.sources[0], len(base.sources) > 1
+    given = {kind: getattr(source, kind) for kind in SOURCE_CHOICES} | {"loss": base.loss}
+
+    flags: dict[str, tuple[Any, Any]] = {}  # name -> (annotated type, default)
+    for kind, classes in CHOICES.items():
         asked = asked_for(args, kind)
-        if several and kind != "loss":
+        if several and kind in SOURCE_CHOICES:
             if asked:
-                fail(
-                    f"--{kind} {asked}: the config file has {len(base.sources)} sources, so it says which; change it there"
-                )
+                fail(f"--{kind} {asked}: the config file has {len(base.sources)} sources; change it there")
             continue
         if asked and asked not in classes:
             fail(f"--{kind} {asked}: choose one of {', '.join(classes)}")
-        default = from_file[kind]
-        known = name_of(classes, default)
+        known = name_of(classes, given[kind])
         chosen = asked or known
+        knobs_class = config_class(classes, chosen)
         if chosen != known:
             if from_a_file:
                 notes.append(f"--{kind} {chosen} replaces the config file's {known} and drops its knobs")
-            default = None if _needs_values(config_class(classes, chosen)) else config_class(classes, chosen)()
-        prefix = "" if kind == "algo" else kind
-        fields.append(
-            (
-                kind,
-                Annotated[
-                    Literal[tuple(classes)],
-                    tyro.conf.arg(
-                        help=f"{kind}: its knobs {'stand beside this one' if not prefix else f'begin with --{kind}.'}"
-                    ),
-                ],
-                chosen,
+            given[kind] = REQUIRED if _needs_values(knobs_class) else knobs_class()
+        flags[kind] = Annotated[Literal[tuple(classes)], tyro.conf.arg(help=HELP[kind])], chosen
+        if kind != "sampler":  # pools have names: they are the config file's
+            flags[f"{kind}_knobs"] = (
+                Annotated[knobs_class, tyro.conf.arg(name="" if kind == "algo" else kind)],
+                given[kind],
             )
-        )
-        fields.append((f"{kind}_knobs", Annotated[config_class(classes, chosen), tyro.conf.arg(name=prefix)], default))
     if not several:
-        fields.append(
-            ("group_size", Annotated[int, tyro.conf.arg(help="rollouts of one task")], base.sources[0].group_size)
-        )
+        gate = source.gates.get("gate")
+        flags["group_size"] = Annotated[int, tyro.conf.arg(help="rollouts of one task")], source.group_size
+        flags["gate"] = GateFlags, GateFlags(gate.reject_min, gate.reject_max) if gate else GateFlags()
     run = Run(**{f.name: getattr(base, f.name) for f in dataclasses.fields(Run)})
-    fields.append(("run", Annotated[Run, tyro.conf.arg(name="")], run))
-    _refuse_foreign_options(args, fields, choices, several)
-    command_line = dataclasses.make_dataclass(
-        "nanopost",
-        [
-            (name, kind, field(default_factory=lambda value=value: value)) if value is not None else (name, kind)
-            for name, kind, value in fields
-        ],
-        kw_only=True,
+    flags["run"] = Annotated[Run, tyro.conf.arg(name="")], run
+
+    _refuse_foreign_options(args, flags, several)
+    fields = [
+        (name, kind, *([] if default is REQUIRED else [field(default_factory=lambda value=default: value)]))
+        for name, (kind, default) in flags.items()
+    ]
+    command_line = dataclasses.make_dataclass("nanopost", fields, kw_only=True)
+    parsed = tyro.cli(
+        command_line, args=args, prog="train.py", description="RL post-training for language models.", registry=TABLES
     )
-    flags = tyro.cli(command_line, args=args, prog="train.py", description="RL post-training for language models.")
     try:
         sources = base.sources
         if not several:
+            gates = source.gates
+            if (parsed.gate.reject_min, parsed.gate.reject_max) != (None, None):
+                gates = gates | {"gate": AdvRangeConfig(parsed.gate.reject_min or 0.0, parsed.gate.reject_max or 0.0)}
             sources = [
                 dataclasses.replace(
-                    base.sources[0], env=flags.env_knobs, algo=flags.algo_knobs, group_size=flags.group_size
+                    source,
+                    env=parsed.env_knobs,
+                    algo=parsed.algo_knobs,
+                    sampler=given["sampler"],
+                    gates=gates,
+                    group_size=parsed.group_size,
                 )
             ]
-        config = Config(**vars(flags.run), sources=sources, loss=flags.loss_knobs).resolved()
+        config = Config(**vars(parsed.run), sources=sources, loss=parsed.loss_knobs).resolved()
         warnings = config.check()
     except ValueError as error:
         fail(str(error))
     return config, notes + [f"warning: {warning}" for warning in warnings]
+
+
+TABLES = tyro.constructors.ConstructorRegistry()
+
+
+@TABLES.primitive_rule
+def _table(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """A dict is one flag that replaces the whole table: --roles tool=0.25 user=0.05."""
+    if get_origin(info.type) is not dict:
+        return None
+    value_type = get_args(info.type)[1]
+
+    def parse_value(text: str) -> Any:
+        if value_type is float:
+            return float(text)
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    def parse_table(items: list[str]) -> dict[str, Any]:
+        pairs = [item.partition("=") for item in items]
+        if not all(separator for _, separator, _ in pairs):
+            raise ValueError("each entry is NAME=VALUE")
+        return {name: parse_value(value) for name, _, value in pairs}
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME=VALUE ...",
+        instance_from_str=parse_table,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda table: [f"{name}={value}" for name, value in table.items()],
+    )
 
 
 def read_config_file(path: str) -> Config:
@@ -431,27 +527,26 @@ def _options_of(knobs: type, prefix: str = "") -> set[str]:
     return options
 
 
-def _refuse_foreign_options(
-    args: Sequence[str], fields: Sequence[tuple], choices: dict[str, dict[str, type]], several: bool
-) -> None:
+def _refuse_foreign_options(args: Sequence[str], flags: dict[str, tuple[Any, Any]], several: bool) -> None:
     """Say of an option that does not apply here to whom it belongs, or what it may have been meant to be."""
     known = {"--help", "-h"}
-    for name, kind, _ in fields:
-        knobs = kind.__args__[0] if hasattr(kind, "__metadata__") else kind
-        prefix = {"env_knobs": "env.", "loss_knobs": "loss."}.get(name, "")
+    for name, (kind, _) in flags.items():
+        knobs = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        prefix = {"env_knobs": "env.", "loss_knobs": "loss.", "gate": "gate."}.get(name, "")
         known |= _options_of(knobs, prefix) if dataclasses.is_dataclass(knobs) else {option(name)}
     for arg in args:
         flag = arg.split("=", 1)[0].replace("_", "-")
-        if not flag.startswith("--") or flag == "--" or flag in known:
+        if not flag.startswith("--") or flag in known:
             continue
-        for kind, classes in choices.items():
+        for kind, classes in CHOICES.items():
             prefix = "" if kind == "algo" else f"{kind}."
             owners = [name for name in classes if flag in _options_of(config_class(classes, name), prefix)]
-            if owners and several and kind != "loss":
+            if owners and several and kind in SOURCE_CHOICES:
                 fail(f"{flag}: the config file has several sources; set it there")
+            if owners and kind == "sampler":
+                fail(f"{flag}: set it in a config file")
             if owners:
-                chosen = next(value for name, _, value in fields if name == kind)
-                fail(f"{flag} belongs to --{kind} {' or '.join(owners)}; this run has --{kind} {chosen}")
+                fail(f"{flag} belongs to --{kind} {' or '.join(owners)}; this run has --{kind} {flags[kind][1]}")
         close = difflib.get_close_matches(flag, known, 1)
         fail(f"{flag}: no such option{f'; did you mean {close[0]}?' if close else ''} (--help lists all)")
 

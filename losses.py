@@ -100,7 +100,8 @@ def ce(inputs: LossInputs) -> LossOutputs:
     """Weighted negative log-likelihood: L = -sum_t w log pi."""
     log_pi, weights = inputs.members("trainer_logprobs"), inputs.members("loss_weights")
     keep = log_pi.detach().isfinite()
-    return LossOutputs(-(weights[keep] * log_pi[keep]).sum(), {"nll": -log_pi.detach(), "is_masked": (~keep).float()})
+    loss = -(weights[keep] * log_pi[keep]).sum()
+    return LossOutputs(loss, {"nll": -log_pi.detach()[keep], "is_masked": (~keep).float()})
 
 
 def ref_kl(inputs: LossInputs, drop_below: float = 0.2) -> LossOutputs:
@@ -116,7 +117,7 @@ def ref_kl(inputs: LossInputs, drop_below: float = 0.2) -> LossOutputs:
     log_ratio = log_pi - log_mu
     keep = (log_pi.detach().exp() - log_mu.exp() >= -drop_below) & _is_sane(log_ratio) & signal.isfinite()
     loss = -(weights[keep] * signal[keep] * log_ratio[keep].exp()).sum()
-    return LossOutputs(loss, {"is_masked": (~keep).float(), "kl": -signal})
+    return LossOutputs(loss, {"is_masked": (~keep).float(), "kl": -signal[signal.isfinite()]})
 
 
 def _is_sane(log_ratio: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def per_sequence(loss_fn: RLLoss) -> Callable[[LossInputs, Tensor], LossOutputs]
         return LossOutputs(
             loss,
             {
-                name: torch.stack([o.metrics[name].detach().float() for o in outputs if name in o.metrics])
+                name: torch.stack([o.metrics[name].detach().float().mean() for o in outputs if name in o.metrics])
                 for name in names
             },
         )

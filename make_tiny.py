@@ -1,5 +1,5 @@
 """
-Makes the tiny chat models that ship in models/tiny: `python make_tiny.py` (about three minutes on two cores).
+Makes the tiny chat models that ship in models/tiny: `python make_tiny.py` (about seven minutes on one core).
 
 A tiny model has the Qwen3 architecture, 0.6M parameters in float32, and one token per byte plus Qwen3's control
 tokens, so everything that handles a real Qwen3 (the renderer, vLLM, safetensors tools) handles it too. Nothing is

@@ -13,14 +13,16 @@ import asyncio
 import math
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from algos import ALGORITHMS, Algorithm
+from algos.base import FrozenModel
 from config import Config, Source, name_of
-from curriculum import StandardSampler
+from curriculum import Curriculum, make_curriculum
 from engines.base import Completion, Engine, Sampling
 from envs import ENVS, Agent, Env
 from monitor import Monitor
@@ -40,10 +42,9 @@ class Stage:
     name: str
     env: Env
     algorithm: Algorithm
-    sampler: StandardSampler
+    curriculum: Curriculum
     group_size: int
     ratio: float
-    gates: dict[str, Any] = field(default_factory=dict)
     dealt: int = 0
 
 
@@ -105,11 +106,25 @@ def prune(branch: Branch) -> bool:
     return bool(rl.any() or any(others))
 
 
+def no_served_models(model: FrozenModel) -> Engine:
+    """Stands for a client of served models, which this version does not have."""
+    raise RunStopped(
+        f"{model.name} at {model.base_url}: this version has no client for models that are served elsewhere"
+    )
+
+
 class Rollouts:
     """Plays everything that a run samples. Lives as long as the run."""
 
-    def __init__(self, config: Config, engine: Engine, renderer: Any, monitor: Monitor) -> None:
-        self.config, self.engine, self.renderer, self.monitor = config, engine, renderer, monitor
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        renderer: Any,
+        monitor: Monitor,
+        connect: Callable[[FrozenModel], Engine] = no_served_models,
+    ) -> None:
+        self.config, self.engine, self.renderer, self.monitor, self.connect = config, engine, renderer, monitor, connect
         self.stages = [self._stage(source) for source in config.sources]
         self.queue = Queue(config.batch_size, config.constant_batch_size)
         self.dealt = 0
@@ -122,10 +137,9 @@ class Rollouts:
 
     def _stage(self, source: Source) -> Stage:
         name = name_of(ENVS, source.env)
-        algorithm = ALGORITHMS[name_of(ALGORITHMS, source.algo)](source.algo, self.engine)
-        return Stage(
-            name, source.env, algorithm, StandardSampler(source.env.tasks("train")), source.group_size, source.ratio
-        )
+        algorithm = ALGORITHMS[name_of(ALGORITHMS, source.algo)](source.algo, self.engine, self.renderer, self.connect)
+        curriculum = make_curriculum(source.env.tasks("train"), source.sampler, source.gates, self.config.seed)
+        return Stage(name, source.env, algorithm, curriculum, source.group_size, source.ratio)
 
     async def setup(self) -> None:
         """Set the algorithms up."""
@@ -181,7 +195,7 @@ class Rollouts:
         groups = []
         while traces > 0:
             stage = min(self.stages, key=lambda stage: stage.dealt / stage.ratio)
-            groups.append(Group(self.dealt, stage, stage.sampler.sample()))
+            groups.append(Group(self.dealt, stage, stage.curriculum.sample()))
             stage.dealt += 1
             self.dealt += 1
             traces -= stage.group_size * len(stage.env.agents)
@@ -197,22 +211,29 @@ class Rollouts:
         stage, key = group.stage, (self.config.seed, stream, step, group.index, rollout)
         episode = Episode(".".join(map(str, key)), stage.name, group.task, [Trace(agent) for agent in stage.env.agents])
 
+        frozen = stage.algorithm.sampler if stream == TRAIN else None
+
         def agent(number: int, trace: Trace) -> Agent:
             async def sample(prompt_ids: list[int], turn: int) -> Completion:
-                return await self.engine.generate(prompt_ids, replace(self.sampling, key=(*key, number, turn)))
+                sampling = replace(self.sampling, key=(*key, number, turn))
+                if frozen is None:
+                    return await self.engine.generate(prompt_ids, sampling)
+                with self.engine.outside():
+                    return replace(await frozen.generate(prompt_ids, sampling), version=-1)
 
             return Agent(trace, self.renderer, sample)
 
         with self.engine.playing(episode.id):
             try:
                 agents = [agent(number, trace) for number, trace in enumerate(episode.traces)]
-                await asyncio.wait_for(stage.env.play(group.task, *agents), self.config.rollout_timeout)
+                async with asyncio.timeout(self.config.rollout_timeout) as limit:
+                    await stage.env.play(group.task, *agents)
                 if stream == TRAIN:
                     await stage.algorithm.finalize_episode(episode)
-            except TimeoutError:
-                episode.error = f"TimeoutError: still running after --rollout-timeout {self.config.rollout_timeout:g} s"
             except Exception as error:
                 episode.error = f"{type(error).__name__}: {error}"
+                if isinstance(error, TimeoutError) and limit.expired():
+                    episode.error += f"still running after --rollout-timeout {self.config.rollout_timeout:g} s"
                 self.monitor.warn(
                     f"{stage.name}: an episode failed\n{traceback.format_exc()}",
                     once=f"{stage.name} {type(error).__name__}",
@@ -228,10 +249,7 @@ class Rollouts:
                 self._last_error = f"{stage.name}: {reason}"
                 self.monitor.warn(f"{stage.name}: a rollout is left out: {reason}", once=f"{stage.name} {reason}")
         await stage.algorithm.finalize_group(episodes)
-        stage.sampler.observe(episodes)
-        group.admitted = all(
-            [gate.admits(episodes) for gate in stage.gates.values()]
-        )  # a list: every gate sees every group
+        group.admitted = stage.curriculum.observe(episodes)
         usable = trainable_traces(episodes)
         group.survivors = self.queue.add(usable) if group.admitted else 0
         self.monitor.rollouts([_row(step, group, episode, trace) for episode in episodes for trace in episode.traces])
@@ -279,6 +297,8 @@ class Rollouts:
         if ages:
             columns["off_policy/mean"] = ages
         metrics = {name: float(np.mean(values)) for name, values in columns.items()}
+        for stage in self.stages:
+            metrics |= {f"curriculum/{stage.name}/{name}": value for name, value in stage.curriculum.metrics().items()}
         usable = trainable_traces(episodes)
         admitted = [group for group in played if group.admitted]
         return metrics | {

@@ -27,6 +27,8 @@ if __name__ == "__main__":
     import os
     import signal
 
+    # Waiting threads must not spin: beside one other busy process that made a step 15 times slower on two cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import torch
@@ -76,7 +78,7 @@ if __name__ == "__main__":
         engine = HFEngine(path, device, dtype, max_context=config.seq_len)
     except ValueError as error:
         fail(str(error))
-    except OSError as error:
+    except OSError as error:  # what transformers raises for a model that it can not find
         fail(f"--model {config.model}: {error}")
     monitor = Monitor(run_dir, config.steps)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
@@ -100,7 +102,10 @@ if __name__ == "__main__":
     exit_code = 0
     with contextlib.closing(monitor), asyncio.Runner() as runner:
         try:
-            runner.run(rollouts.setup())
+            try:
+                runner.run(rollouts.setup())
+            except (ValueError, RunStopped) as error:
+                fail(str(error))
             engine.load_weights(policy.weights(), version=0)
             if is_eval_step(0):
                 monitor.log(0, runner.run(rollouts.evaluate(0)))

@@ -15,7 +15,8 @@ A new algorithm is one file beside this one and one line in `algos/__init__.py`.
                 assign_advantages(trace, trace.reward - (total - trace.reward) / (n - 1) if n > 1 else 0.0)
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,15 +33,39 @@ class AlgorithmConfig:
         return []
 
 
+@dataclass
+class FrozenModel:
+    """A model that never changes and is served elsewhere, by an OpenAI-compatible endpoint."""
+
+    name: str = ""
+    """as the endpoint calls it"""
+    base_url: str = ""
+    """of the endpoint, e.g. http://localhost:8001/v1"""
+
+
 class Algorithm:
-    """Base of all algorithms. `policy` is the engine that holds the live policy: score with it, never sample."""
+    """Base of all algorithms.
+
+    policy: the engine that holds the live policy; score with it, never sample. renderer: the one that rollouts are
+    rendered with. connect: gives the engine of a frozen model. sampler: the engine that plays the rollouts where the
+    policy does not (set in `setup`), else None.
+    """
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     action_loss: ClassVar[ActionLoss] = "rl"
 
-    def __init__(self, config: AlgorithmConfig, policy: Any = None) -> None:
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        policy: Any = None,
+        renderer: Any = None,
+        connect: Callable[[FrozenModel], Any] | None = None,
+    ) -> None:
         self.config = config
         self.policy = policy
+        self.renderer = renderer
+        self.connect = connect
+        self.sampler: Any = None
 
     async def setup(self) -> None:
         """Run once before the first rollout: connect a teacher, build a renderer."""
@@ -60,9 +85,11 @@ class Algorithm:
             await self.score_episode(episode)
 
     async def finalize_group(self, episodes: Sequence[Episode]) -> None:
-        """`score_group`, then route the sampled tokens to `action_loss`."""
-        await self.score_group(episodes)
-        for trace in trainable_traces(episodes):
+        """`score_group`, unless nothing in the group can be trained; then route the sampled tokens to `action_loss`."""
+        traces = trainable_traces(episodes)
+        if traces:
+            await self.score_group(episodes)
+        for trace in traces:
             route_actions(trace, self.action_loss)
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,3 +98,23 @@ class Algorithm:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
+
+
+def require_non_negative(config: AlgorithmConfig, *names: str) -> None:
+    """Raise ValueError for the first of these knobs that is negative or no finite number."""
+    for name in names:
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be a finite number, at least 0")
+
+
+def require_frozen(algo: str, flag: str, role: str, model: Any, why_not_policy: str) -> None:
+    """Raise ValueError unless `model` is a `FrozenModel` with a name and an address. role: what the model does for `algo`."""
+    if model == "policy" or getattr(model, "name", None) == "policy":
+        raise ValueError(f"--{flag} policy: {why_not_policy}")
+    if not isinstance(model, FrozenModel) or not model.base_url:
+        raise ValueError(f"{algo} needs --{flag}.base-url: {role} is served elsewhere")
+    if not model.base_url.startswith(("http://", "https://")):
+        raise ValueError(f"--{flag}.base-url {model.base_url}: must begin with http:// or https://")
+    if not model.name:
+        raise ValueError(f"{algo} needs --{flag}.name: what the endpoint {model.base_url} calls {role}")

@@ -15,32 +15,19 @@ whose rewards are all equal says nothing and gets exact zeros, so the filter dro
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+from typing import Literal
 
-from algos.base import Algorithm, AlgorithmConfig
+from algos.advantage import GroupRelativeConfig, baseline, shaped_rewards, weigh_by_prompt
+from algos.base import Algorithm
 from traces import Episode, assign_advantages, trainable_traces
 
 
-def centered(rewards: Sequence[float]) -> list[float]:
-    """r_i - mean(r). Equal rewards give exact zeros, although mean([0.1] * 3) is not 0.1 in floating point."""
-    if len(set(rewards)) <= 1:
-        return [0.0] * len(rewards)
-    mean = fmean(rewards)
-    return [reward - mean for reward in rewards]
-
-
 @dataclass
-class GRPOConfig(AlgorithmConfig):
+class GRPOConfig(GroupRelativeConfig):
     """Group-relative policy optimization."""
 
-    def check(self, source: Any, run: Any) -> list[str]:
-        """Warn where no group has a second rollout to compare with."""
-        if source.group_size == 1:
-            return [
-                "--group-size 1: a group of one equals its own mean, so every advantage is 0 and nothing is learned"
-            ]
-        return []
+    loss_aggregation: Literal["token", "prompt"] = "token"
+    """what weighs the same in the rl loss: every token, or every prompt however long its rollouts are"""
 
 
 class GRPO(Algorithm):
@@ -52,5 +39,9 @@ class GRPO(Algorithm):
     async def score_group(self, episodes: Sequence[Episode]) -> None:
         """Compare the usable traces of one task with each other."""
         traces = trainable_traces(episodes)
-        for trace, advantage in zip(traces, centered([trace.reward for trace in traces]), strict=True):
-            assign_advantages(trace, advantage)
+        rewards = shaped_rewards(traces, self.config)
+        mean = baseline(traces, rewards, self.config)
+        for trace, reward in zip(traces, rewards, strict=True):
+            assign_advantages(trace, reward - mean)
+        if self.config.loss_aggregation == "prompt":
+            weigh_by_prompt(traces)

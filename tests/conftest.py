@@ -3,6 +3,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train.py
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from pathlib import Path

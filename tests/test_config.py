@@ -9,7 +9,9 @@ import pytest
 
 from algos import ALGORITHMS
 from algos.grpo import GRPOConfig
-from config import Config, IcePop, Run, Source, config_class, parse
+from algos.rae import RAEConfig
+from config import CHOICES, Config, IcePop, Run, Source, config_class, parse
+from curriculum import AdvRangeConfig, DifficultyPoolConfig
 from envs.arithmetic import Arithmetic
 from envs.reverse_text import ReverseText
 from tests.conftest import ROOT
@@ -42,9 +44,9 @@ def test_flag_beats_file_beats_default(file):
     """A21: for numbers, booleans and nested knobs."""
     path = file(FILE)
     config, _ = parse([path])
-    assert config.sources == [Source(env=ReverseText(max_words=2), group_size=4)] and config.loss == IcePop(
-        ratio_high=3.0
-    )
+    assert config.sources == [
+        Source(env=ReverseText(max_words=2), algo=GRPOConfig(), group_size=4)
+    ] and config.loss == IcePop(ratio_high=3.0)
     assert (config.steps, config.constant_batch_size, config.lr, config.seed) == (7, False, 1e-3, 0)
     config, _ = parse(
         [
@@ -62,7 +64,7 @@ def test_flag_beats_file_beats_default(file):
     )
     assert (config.steps, config.constant_batch_size, config.lr) == (9, True, 1e-6)
     assert config.loss == IcePop(ratio_low=0.1, ratio_high=3.0) and config.sources == [
-        Source(env=ReverseText(max_words=1), group_size=2)
+        Source(env=ReverseText(max_words=1), algo=GRPOConfig(), group_size=2)
     ]
     config, _ = parse([path, "--no-constant-batch-size", "--lr", "None"])
     assert not config.constant_batch_size and config.lr == 5e-4, "None asks for the default of the model"
@@ -153,12 +155,91 @@ def test_dry_run_shows_configuration_and_loss_and_writes_nothing(tmp_path):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_algorithm_takes_the_name_of_a_knob_of_the_run(name):
-    taken = {f.name for f in fields(Run)} | {"algo", "env", "loss", "group_size", "ratio", "sources"}
+    taken = {f.name for f in fields(Run)} | {f.name for f in fields(Source)} | {"loss", "sources", "gate"}
     assert not {f.name for f in fields(config_class(ALGORITHMS, name))} & taken
 
 
-def test_sources_do_not_share_their_algorithm():
-    assert (
-        Source(env=ReverseText()).algo is not Source(env=ReverseText()).algo
-        and Source(env=ReverseText()).algo == GRPOConfig()
+def test_a_source_without_an_algorithm_takes_the_runs_and_a_dict_changes_some_knobs():
+    sources = [
+        Source(env=ReverseText()),
+        Source(env=ReverseText(), algo={"num_turns_weight": 0.5}),
+        Source(env=ReverseText(), algo=RAEConfig()),
+    ]
+    resolved = Config(sources=sources, algo=GRPOConfig(length_penalty="linear")).sources
+    assert [source.algo for source in resolved] == [
+        GRPOConfig(length_penalty="linear"),
+        GRPOConfig(length_penalty="linear", num_turns_weight=0.5),
+        RAEConfig(),
+    ]
+    assert Config(sources=sources).sources[0].algo == GRPOConfig()
+
+
+def test_tables_gates_and_samplers():
+    config, _ = parse(
+        [
+            "--algo",
+            "echo",
+            "--roles",
+            "tool=0.25",
+            "user=0.05",
+            "--gate.reject-max",
+            "0.1",
+            "--sampler",
+            "difficulty-pool",
+        ]
     )
+    (source,) = config.sources
+    assert source.algo.roles == {"tool": 0.25, "user": 0.05}, "the whole table is replaced"
+    assert source.gates == {"gate": AdvRangeConfig(0.0, 0.1)} and source.sampler == DifficultyPoolConfig()
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("name, args", [
+    ("opd", ["--teacher.name", "q", "--teacher.base-url", "http://localhost:1/v1"]),
+    ("sft", ["--sample-from.name", "q", "--sample-from.base-url", "http://localhost:1/v1"]),
+    ("rae", ["--decay", "0.9"]),
+    ("opsd", ["--demo-key", "answer"]),
+    ("max_rl", ["--length-penalty", "linear"]),
+])  # fmt: skip
+def test_every_algorithm_has_its_knobs_at_the_top_level(name, args):
+    config, _ = parse(["--algo", name, *args])
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--decay", "0.9"], "--decay belongs to --algo rae; this run has --algo grpo"),
+    (["--algo", "opd"], "opd needs --teacher.base-url"),
+    (["--algo", "sft"], "sft needs --sample-from.base-url"),
+    (["--algo", "grpo", "--sample-from.name", "q"], "--sample-from.name belongs to --algo sft"),
+    (["--algo", "hierarchical_grpo"], "no proposer-solver environment"),
+    (["--algo", "opsd"], "--demo-key demonstration"),
+    (["--algo", "opsd", "--demo-key", "answer", "--temperature", "0.7"], "--temperature 0.7"),
+    (["--algo", "echo", "--roles", "robot=1"], "--roles robot=1"),
+    (["--algo", "echo", "--roles", "tool=-1"], "--roles tool=-1"),
+    (["--num-turns-weight", "nan", "--length-penalty", "linear"], "--num-turns-weight nan"),
+    (["--gate.reject-min", "1", "--gate.reject-max", "0"], "--gate.reject-min 1"),
+    (["--sampler", "nope"], "--sampler nope"),
+])  # fmt: skip
+def test_rules_of_algorithms_are_checked_before_a_model_is_loaded(args, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse(args)
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_rl_sources_agree_on_their_aggregation(file, capsys):
+    path = file("""
+from config import *
+from algos.grpo import GRPOConfig
+from envs import ENVS
+config = Config(sources=[Source(env=ENVS["arithmetic"](), algo=GRPOConfig(loss_aggregation=how)) for how in ("token", "prompt")])
+""")
+    with pytest.raises(SystemExit):
+        parse([path])
+    assert "--loss-aggregation" in capsys.readouterr().err
+
+
+def test_no_knob_is_called_name():
+    """config.json writes the name of the choice among its knobs."""
+    for classes in CHOICES.values():
+        for name in classes:
+            assert "name" not in {f.name for f in fields(config_class(classes, name))}
