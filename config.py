@@ -39,6 +39,9 @@ class IPO:
     adv_tau: float = 1.0
     """factor on the advantage"""
 
+    def check(self, run: "Config") -> None:
+        """Nothing beyond what holds for every number."""
+
     def words(self) -> str:
         """The loss as a formula."""
         return f"rl = -mean( 1[|pi - mu| <= {self.eps:g}] * {self.adv_tau:g} * A * pi/mu )"
@@ -54,10 +57,37 @@ class IcePop:
     """largest accepted ratio pi/mu"""
     adv_tau: float = 1.0
     """factor on the advantage"""
+    score_centering: bool = False
+    """subtract the expected score of the tokens that were not sampled (arXiv:2609.20807)"""
+    score_centering_topk: int = 128
+    """how many head candidates of the sampler that takes"""
+
+    def check(self, run: "Config") -> None:
+        """Refuse an empty band, and a cut distribution under score centering: its head would be normalized wrongly."""
+        require(
+            self.ratio_low <= self.ratio_high,
+            "loss.ratio_low",
+            self.ratio_low,
+            f"must be at most --loss.ratio-high {self.ratio_high:g}",
+        )
+        if self.score_centering:
+            require(
+                self.score_centering_topk >= 1,
+                "loss.score_centering_topk",
+                self.score_centering_topk,
+                "must be at least 1",
+            )
+            require(
+                run.top_p >= 1,
+                "top_p",
+                run.top_p,
+                "must be 1 with --loss.score-centering, which needs the whole distribution",
+            )
 
     def words(self) -> str:
         """The loss as a formula."""
-        return f"rl = -mean( 1[{self.ratio_low:g} <= pi/mu <= {self.ratio_high:g}] * {self.adv_tau:g} * A * pi/mu )"
+        centered = " with score centering" if self.score_centering else ""
+        return f"rl = -mean( 1[{self.ratio_low:g} <= pi/mu <= {self.ratio_high:g}] * {self.adv_tau:g} * A * pi/mu ){centered}"
 
 
 @dataclass
@@ -68,6 +98,9 @@ class Custom:
     """module.function, e.g. my_losses.ppo_clip"""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """keyword arguments, e.g. --loss.kwargs clip_eps=0.2"""
+
+    def check(self, run: "Config") -> None:
+        """The function is imported when the run begins."""
 
     def words(self) -> str:
         """The loss as a formula."""
@@ -83,6 +116,11 @@ HELP = {
     "env": "what is played; its knobs begin with --env.",
     "sampler": "which task comes next; pools are named in a config file",
     "loss": "the rl component; its knobs begin with --loss.",
+}
+MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
+    "tiny": {"lr": 5e-4, "batch_size": 128, "max_new_tokens": 64},
+    "smollm2": {"lr": 1e-5, "batch_size": 16, "max_new_tokens": 32},  # a step in about 15 seconds on two CPU cores
+    "else": {"lr": 1e-6, "batch_size": 128, "max_new_tokens": 512},
 }
 REQUIRED = object()  # in place of a default: the command line must say it
 
@@ -104,8 +142,8 @@ class Run:
 
     steps: int = 60
     """optimizer steps"""
-    batch_size: int = 128
-    """rollouts in a step (training traces)"""
+    batch_size: int | None = None
+    """rollouts in a step (training traces); default by model: 128, smollm2 16"""
     constant_batch_size: bool = True
     """draw replacements for rollouts without a training signal until the batch is full"""
     max_empty_steps: int = 10
@@ -115,8 +153,8 @@ class Run:
     micro_batch_tokens: int = 8192
     """tokens in one forward and backward pass"""
 
-    max_new_tokens: int = 64
-    """longest completion of one turn in tokens"""
+    max_new_tokens: int | None = None
+    """longest completion of one turn in tokens; default by model: tiny 64, smollm2 32, else 512"""
     temperature: float = 1.0
     """of sampling; log-probabilities everywhere are those of this temperature"""
     top_p: float = 1.0
@@ -141,7 +179,7 @@ class Run:
     checkpoint_activations: bool = False
     """recompute activations in the backward pass: less memory, a third more time"""
 
-    eval_every: int = 20
+    eval_every: int = 10
     """steps between evaluations on held-out tasks (also at step 0 and at the end); 0: never"""
     eval_samples: int = 128
     """held-out tasks, one rollout each"""
@@ -203,14 +241,11 @@ class Config(Run):
 
     def resolved(self) -> "Config":
         """The configuration with the defaults that depend on other knobs filled in."""
-        lr = self.lr if self.lr is not None else {"tiny": 5e-4, "smollm2": 1e-5}.get(self.model, 1e-6)
-        first = self.sources[0]
-        model = re.sub(r"[^\w.-]+", "-", Path(self.model).name)
-        name = (
-            self.name
-            or f"{name_of(ALGORITHMS, first.algo)}-{name_of(ENVS, first.env)}-{model}-{time.strftime('%m%d-%H%M%S')}"
-        )
-        return dataclasses.replace(self, lr=lr, name=name)
+        by_model = MODEL_DEFAULTS.get(self.model, MODEL_DEFAULTS["else"])
+        filled = {knob: value for knob, value in by_model.items() if getattr(self, knob) is None}
+        first, model = self.sources[0], re.sub(r"[^\w.-]+", "-", Path(self.model).name)
+        name = f"{name_of(ALGORITHMS, first.algo)}-{name_of(ENVS, first.env)}-{model}-{time.strftime('%m%d-%H%M%S')}"
+        return dataclasses.replace(self, **filled, name=self.name or name)
 
     def check(self) -> list[str]:
         """Raise ValueError, naming option and value, for what can not work; return warnings."""
@@ -228,7 +263,8 @@ class Config(Run):
             "final_lr": 0,
         }
         for name, minimum in least.items():
-            require(getattr(self, name) >= minimum, name, getattr(self, name), f"must be at least {minimum}")
+            value = getattr(self, name)
+            require(value is None or value >= minimum, name, value, f"must be at least {minimum}")
         for name in ("temperature", "lr", "max_grad_norm", "rollout_timeout"):
             value = getattr(self, name)
             require(value is None or (value > 0 and math.isfinite(value)), name, value, "must be a positive number")
@@ -250,12 +286,9 @@ class Config(Run):
         )
         require(bool(self.sources), "sources", self.sources, "must hold at least one Source")
         for knob, value in vars(self.loss).items():
-            require(
-                not isinstance(value, float) or (value > 0 and math.isfinite(value)),
-                f"loss.{knob}",
-                value,
-                "must be a positive number",
-            )
+            wrong = isinstance(value, float) and not (value >= 0 and math.isfinite(value))
+            require(not wrong, f"loss.{knob}", value, "must be a finite number, at least 0")
+        self.loss.check(self)
         warnings = []
         if self.top_p < 1:
             warnings.append(

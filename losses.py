@@ -23,6 +23,7 @@ from torch import Tensor
 # Beyond exp(20) a ratio is no longer a correction but a numerical accident (float32 overflows at exp(88)): such a token
 # is dropped like one outside of the trust region, and counted as masked.
 MAX_LOG_RATIO = 20.0
+MIN_TAIL = 1e-6  # floor of both tail masses in score centering
 
 
 @dataclass
@@ -30,6 +31,7 @@ class LossInputs:
     """Streams of one sequence or of a whole micro batch, all of one shape.
 
     loss_mask selects the component's member tokens. loss_weights is the component's weight stream (None = 1.0).
+    trainer_head, inference_head [..., K]: log-probs of the head candidates under policy and sampler, for score centering.
     """
 
     trainer_logprobs: Tensor
@@ -38,6 +40,8 @@ class LossInputs:
     advantages: Tensor | None
     loss_mask: Tensor
     loss_weights: Tensor | None
+    trainer_head: Tensor | None = None
+    inference_head: Tensor | None = None
 
     def members(self, stream: str) -> Tensor:
         """The stream's values at the member tokens, [M]. Raises ValueError where the stream is missing."""
@@ -76,15 +80,72 @@ def ipo(inputs: LossInputs, eps: float = 0.3, adv_tau: float = 1.0) -> LossOutpu
     return _policy_gradient(inputs, log_pi - log_mu, keep, adv_tau)
 
 
-def icepop(inputs: LossInputs, ratio_low: float = 0.2, ratio_high: float = 5.0, adv_tau: float = 1.0) -> LossOutputs:
+def icepop(
+    inputs: LossInputs,
+    ratio_low: float = 0.2,
+    ratio_high: float = 5.0,
+    adv_tau: float = 1.0,
+    score_centering: bool = False,
+    score_centering_topk: int = 128,
+) -> LossOutputs:
     """Importance-weighted policy gradient that drops tokens whose *ratio* leaves a band (IcePop, arXiv:2510.18855).
 
     L = -sum_t w 1[ratio_low <= r <= ratio_high] adv_tau A r
+
+    With score_centering the expected update of the tokens that were *not* sampled is subtracted (`centered_score`);
+    score_centering_topk is what the sampler was asked for and changes nothing here.
     """
     log_ratio = inputs.members("trainer_logprobs") - inputs.members("inference_logprobs")
+    output = _policy_gradient(inputs, log_ratio, _in_band(log_ratio, ratio_low, ratio_high), adv_tau)
+    if score_centering and inputs.loss_mask.any():
+        baseline, metrics = centered_score(
+            inputs.members("trainer_head"), inputs.members("inference_head"), ratio_low, ratio_high
+        )
+        output.loss = (
+            output.loss + (inputs.members("loss_weights") * adv_tau * inputs.members("advantages") * baseline).sum()
+        )
+        output.metrics |= {f"score_centering/{name}": value for name, value in metrics.items()}
+    return output
+
+
+def centered_score(
+    log_p: Tensor, log_q: Tensor, ratio_low: float, ratio_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The score that a token has in expectation over the sampler, as something to subtract (arXiv:2609.20807).
+
+    update = A (w_a grad log p_a - sum_v q_v w_v grad log p_v),   w_v = p_v/q_v 1[ratio_low <= p_v/q_v <= ratio_high]
+
+    p is the policy, q the sampler, a the sampled token; w and q are constants in the gradient. Only the head of q is known.
+    The rest of its mass, Q = 1 - sum_head q, is modelled as proportional to the policy's own tail, P = 1 - sum_head p, so
+    all tail tokens have the ratio P/Q and are accepted or rejected together. Since q_v w_v = p_v 1_v, and since
+    sum_tail p_v grad log p_v = grad P = -sum_head p_v grad log p_v, the sum needs the head alone:
+
+    sum_v q_v w_v grad log p_v = sum_head p_v (1_v - 1_tail) grad log p_v
+
+    log_p, log_q [M, K]: the head under policy (differentiable) and sampler; log_q is -inf for no candidate, NaN where no
+    head was captured, which raises ValueError. Returns the sum as [M], whose gradient is meant, and metrics [M] each.
+    """
+    if log_q.isnan().any():
+        raise ValueError(
+            f"score centering: {int(log_q.isnan().any(-1).sum())} rl tokens came without a head of candidates"
+        )
+    real = log_q.isfinite()
+    log_p, log_q = torch.where(real, log_p, 0.0).double(), log_q.double()  # tails are differences from 1
+    p, q = torch.where(real, log_p.detach().exp(), 0.0), log_q.exp()
+    P, Q = (1 - p.sum(-1)).clamp(min=MIN_TAIL), (1 - q.sum(-1)).clamp(min=MIN_TAIL)
+    accept = real & _in_band(log_p - torch.where(real, log_q, 0.0), ratio_low, ratio_high)  # 1_v
+    accept_tail = _in_band(P.log() - Q.log(), ratio_low, ratio_high)  # 1_tail
+    baseline = (p * (accept.to(p) - accept_tail.to(p)[:, None]) * log_p).sum(-1)
+    # The correction of the logits is c - (sum c) p with c_v = p_v 1_v: its L1 norm, head and tail.
+    total = (p * accept).sum(-1) + accept_tail * (1 - p.sum(-1))
+    l1 = (p * (accept.to(p) - total[:, None])).abs().sum(-1) + (accept_tail.to(p) - total).abs() * (1 - p.sum(-1))
+    return baseline, {"head_mass": q.sum(-1), "tail_scale": Q / P, "logit_correction_l1": l1}
+
+
+def _in_band(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """low <= r <= high, without a gradient."""
     ratio = log_ratio.detach().exp()
-    keep = (ratio_low <= ratio) & (ratio <= ratio_high)
-    return _policy_gradient(inputs, log_ratio, keep, adv_tau)
+    return (low <= ratio) & (ratio <= high)
 
 
 def _policy_gradient(inputs: LossInputs, log_ratio: Tensor, keep: Tensor, adv_tau: float) -> LossOutputs:
@@ -178,11 +239,12 @@ def compute_loss(
     logprobs: Tensor,
     counts: Mapping[str, float],
     rl_loss: Callable[[LossInputs, Tensor], LossOutputs],
+    head_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro batch and its metrics.
 
-    micro_batch: streams [B, T] (`packing.MicroBatch`). logprobs [B, T]: log pi, differentiable. counts: N of "rl", "ce"
-    and "ref_kl" over the whole step. Returns the scalar to call backward on (its sum over all micro batches of all ranks
+    micro_batch: streams [B, T] (`packing.MicroBatch`). logprobs [B, T]: log pi, differentiable; head_logprobs [B, T, K]:
+    of the head candidates, where there are any. counts: N of "rl", "ce" and "ref_kl" over the whole step. Returns the scalar to call backward on (its sum over all micro batches of all ranks
     is L) and metrics in the form of `summarize`. Raises ValueError where a member token lacks a stream it needs.
     """
     losses, metrics = [], {}
@@ -195,6 +257,8 @@ def compute_loss(
             advantages=micro_batch.advantages,
             loss_mask=member_mask(name, micro_batch.loss_mask, weights),
             loss_weights=weights,
+            trainer_head=head_logprobs,
+            inference_head=micro_batch.topk_logprobs,
         )
         if name == "rl":
             output = rl_loss(inputs, micro_batch.sequence_ids)
@@ -206,7 +270,7 @@ def compute_loss(
         metrics[f"loss/{name}"] = summarize(loss.detach())
         metrics[f"tokens/{name}"] = summarize(inputs.loss_mask.sum())
         for key, value in output.metrics.items():
-            metrics[f"{name}/{key}"] = summarize(value)
+            metrics[key if "/" in key else f"{name}/{key}"] = summarize(value)
         if name != "ce":
             metrics = merge([metrics, _drift(name, inputs)])
     return torch.stack(losses).sum(), metrics

@@ -28,7 +28,8 @@ class MicroBatch:
 
     token_ids, position_ids int64; sequence_ids int64 numbers the sequences over the whole step, -1 is padding;
     loss_mask bool: sampled; inference_logprobs and the streams float32. Position 0 of a sequence has no predecessor, so
-    it is never a member of any component.
+    it is never a member of any component. topk_ids int64 and topk_logprobs float32 [B, T, K] hold the sampler's heads (id
+    -1: no candidate; log-prob NaN: no head was captured for that token).
     """
 
     token_ids: Tensor
@@ -41,6 +42,8 @@ class MicroBatch:
     ce_weights: Tensor | None = None
     ref_kl_weights: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_logprobs: Tensor | None = None
 
     @property
     def needed(self) -> Tensor:
@@ -130,6 +133,10 @@ def _micro_batch(rows: list[list[tuple[int, Branch, int]]], present: list[str]) 
     sequence_ids, loss_mask = np.full(shape, -1, np.int64), np.zeros(shape, bool)
     logprobs = np.zeros(shape, np.float32)
     streams = {name: np.zeros(shape, np.float64) for name in present}
+    k = max(
+        (branch.topk_ids.shape[1] for row in rows for _, branch, _ in row if branch.topk_ids is not None), default=0
+    )
+    topk_ids, topk_logprobs = np.full((*shape, k), -1, np.int64), np.full((*shape, k), np.nan, np.float32)
     for r, row in enumerate(rows):
         start = 0
         for index, branch, length in row:
@@ -142,6 +149,10 @@ def _micro_batch(rows: list[list[tuple[int, Branch, int]]], present: list[str]) 
             for name, stream in streams.items():
                 values = getattr(branch, name)
                 stream[span] = IDENTITY[name] if values is None else values[:length]
+            if branch.topk_ids is not None:
+                topk_ids[span][:, : branch.topk_ids.shape[1]] = branch.topk_ids[:length]
+                topk_logprobs[span] = -np.inf
+                topk_logprobs[span][:, : branch.topk_ids.shape[1]] = branch.topk_logprobs[:length]
             # Nothing predicts the first token of a sequence: the label before it belongs to its neighbour in the row.
             loss_mask[r, start] = False
             for name in ("ce_weights", "ref_kl_weights"):
@@ -150,6 +161,8 @@ def _micro_batch(rows: list[list[tuple[int, Branch, int]]], present: list[str]) 
             start += length
         position_ids[r, start:] = np.arange(width - start)
     tensors = {name: torch.from_numpy(stream.astype(np.float32)) for name, stream in streams.items()}
+    if k:
+        tensors |= {"topk_ids": torch.from_numpy(topk_ids), "topk_logprobs": torch.from_numpy(topk_logprobs)}
     return MicroBatch(
         torch.from_numpy(token_ids), torch.from_numpy(position_ids), torch.from_numpy(sequence_ids),
         torch.from_numpy(loss_mask), torch.from_numpy(logprobs), **tensors,
@@ -160,7 +173,7 @@ def _validate(index: int, branch: Branch) -> None:
     length = len(branch)
     if not length:
         raise ValueError(f"branch {index} is empty")
-    for name in ("sampled", "logprobs", "is_content", *STREAMS):
+    for name in ("sampled", "logprobs", "is_content", *STREAMS, "topk_ids", "topk_logprobs"):
         values = getattr(branch, name)
         if values is not None and len(values) != length:
             raise ValueError(f"branch {index}: {name} has {len(values)} entries for {length} tokens")

@@ -100,13 +100,13 @@ class ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """hidden [N, H], weight [V, H], bias [V] or None, labels [N] -> log-probs and entropies, float32 [N] each."""
-        logprobs, entropy = torch.empty(2, len(labels), device=hidden.device).unbind()
-        log_z = torch.empty_like(logprobs)
+        """hidden [N, H], weight [V, H], bias [V] or None, labels [N, C] -> log-probs [N, C], entropies [N], float32."""
+        logprobs = torch.empty(labels.shape, device=hidden.device)
+        entropy, log_z = torch.empty(2, len(labels), device=hidden.device).unbind()
         for rows in _chunks(len(labels), len(weight)):
             z = nn.functional.linear(hidden[rows], weight, bias).float().div_(temperature)
             log_z[rows] = z.logsumexp(-1)
-            logprobs[rows] = z.gather(-1, labels[rows, None])[:, 0] - log_z[rows]
+            logprobs[rows] = z.gather(-1, labels[rows]) - log_z[rows, None]
             p = z.sub(log_z[rows, None]).exp_()
             entropy[rows] = log_z[rows] - p.mul_(z).sum(-1)  # H = log Z - sum_v p_v z_v
         ctx.save_for_backward(hidden, weight, bias, labels, log_z)
@@ -116,7 +116,7 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """grad [N]: of the loss with respect to the log-probs."""
+        """grad [N, C]: of the loss with respect to the log-probs."""
         hidden, weight, bias, labels, log_z = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # hundreds of chunks add up: not in bfloat16
@@ -124,8 +124,8 @@ class ChunkedHead(torch.autograd.Function):
         for rows in _chunks(len(labels), len(weight)):
             z = nn.functional.linear(hidden[rows], weight, bias).float().div_(ctx.temperature)
             p = z.sub_(log_z[rows, None]).exp_()
-            grad_z = p.neg_().scatter_add_(-1, labels[rows, None], torch.ones_like(log_z[rows, None]))
-            grad_z = grad_z.mul_(grad[rows, None] / ctx.temperature).to(hidden.dtype)
+            grad_z = p.mul_(-grad[rows].sum(-1, keepdim=True)).scatter_add_(-1, labels[rows], grad[rows])
+            grad_z = grad_z.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[rows] = grad_z @ weight
             grad_weight += grad_z.T @ hidden[rows]
             if grad_bias is not None:
@@ -139,10 +139,8 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
 
 
 def token_logprobs(hidden: Tensor, head: nn.Linear, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label, and entropy in nats (no gradient), float32 [N] each; hidden [N, H], labels [N].
-
-    The head runs in its own dtype, the log-softmax in float32.
-    """
+    """Log-probabilities of C labels a position [N, C], and entropy in nats [N] (no gradient), float32; hidden [N, H],
+    labels [N, C]. The head runs in its own dtype, the log-softmax in float32."""
     return ChunkedHead.apply(hidden, head.weight, head.bias, labels, temperature)
 
 
@@ -155,20 +153,28 @@ class TokenLogprobs(nn.Module):
         self.lm = lm
         self.temperature = temperature
 
-    def forward(self, token_ids: Tensor, position_ids: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] each; log-prob and entropy of the tokens in `needed`, 0 elsewhere. A needed token is predicted from the
-        position before it, so it may not be the first of a sequence."""
+    def forward(
+        self, token_ids: Tensor, position_ids: Tensor, needed: Tensor, topk_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-prob and entropy of the tokens in `needed` [B, T], and log-probs of their head candidates [B, T, K] where
+        topk_ids names some; 0 elsewhere. A needed token is predicted from the position before it, so it may not be the
+        first of a sequence."""
         # Without mask and cache, transformers reads the sequences' borders off the positions that start again at 0.
         hidden = self.lm.get_decoder()(
             input_ids=token_ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        rows, columns = needed.nonzero(as_tuple=True)
+        at = needed.nonzero(as_tuple=True)
+        labels = token_ids[at][:, None]
+        if topk_ids is not None:
+            labels = torch.cat([labels, topk_ids[at].clamp(min=0)], dim=1)  # what stands for no candidate is never used
         values, entropies = token_logprobs(
-            hidden[rows, columns - 1], self.lm.get_output_embeddings(), token_ids[rows, columns], self.temperature
+            hidden[at[0], at[1] - 1], self.lm.get_output_embeddings(), labels, self.temperature
         )
-        logprobs = torch.zeros(token_ids.shape, device=token_ids.device).index_put((rows, columns), values)
-        entropy = torch.zeros(token_ids.shape, device=token_ids.device).index_put((rows, columns), entropies)
-        return logprobs, entropy
+
+        def spread(rows: Tensor) -> Tensor:
+            return torch.zeros(*token_ids.shape, *rows.shape[1:], device=rows.device).index_put(at, rows)
+
+        return spread(values[:, 0]), spread(entropies), None if topk_ids is None else spread(values[:, 1:])
 
 
 class Policy:
@@ -217,9 +223,10 @@ class Policy:
             self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
         )
 
-    def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the needed tokens at the sampling temperature, float32 [B, T]."""
-        return self.model(micro_batch.token_ids, micro_batch.position_ids, micro_batch.needed)
+    def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities and entropies of the needed tokens at the sampling temperature, float32 [B, T], and the
+        log-probabilities of the head candidates [B, T, K] where the micro batch carries heads."""
+        return self.model(micro_batch.token_ids, micro_batch.position_ids, micro_batch.needed, micro_batch.topk_ids)
 
     def step(self, step: int) -> dict[str, float]:
         """Clip, update, clear gradients. A gradient that is not finite is thrown away and the step counted as skipped."""
@@ -247,7 +254,7 @@ class Policy:
         sequences = [torch.randint(vocabulary, (length,), generator=generator).to(self.device) for length in (5, 9, 3)]
         token_ids = torch.cat(sequences)[None]
         position_ids = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None].to(self.device)
-        packed, _ = self.model(token_ids, position_ids, position_ids > 0)
+        packed, _, _ = self.model(token_ids, position_ids, position_ids > 0)
         alone = torch.cat([
             nn.functional.pad((self.model.lm(input_ids=ids[None], use_cache=False).logits[0, :-1].float() / self.model.temperature).log_softmax(-1).gather(-1, ids[1:, None])[:, 0], (1, 0))
             for ids in sequences

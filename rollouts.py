@@ -129,7 +129,11 @@ class Rollouts:
         self.queue = Queue(config.batch_size, config.constant_batch_size)
         self.dealt = 0
         self.sampling = Sampling(
-            config.max_new_tokens, config.temperature, config.top_p, stop_token_ids=tuple(renderer.stop_token_ids)
+            config.max_new_tokens,
+            config.temperature,
+            config.top_p,
+            stop_token_ids=tuple(renderer.stop_token_ids),
+            top_logprobs=config.loss.score_centering_topk if getattr(config.loss, "score_centering", False) else 0,
         )
         self._fruitless: Counter[str] = Counter()  # rollouts since the last one that could be trained on, by reason
         self._empty_rounds = 0
@@ -215,7 +219,8 @@ class Rollouts:
 
         def agent(number: int, trace: Trace) -> Agent:
             async def sample(prompt_ids: list[int], turn: int) -> Completion:
-                sampling = replace(self.sampling, key=(*key, number, turn))
+                heads = self.sampling.top_logprobs if stream == TRAIN else 0
+                sampling = replace(self.sampling, key=(*key, number, turn), top_logprobs=heads)
                 if frozen is None:
                     return await self.engine.generate(prompt_ids, sampling)
                 with self.engine.outside():

@@ -119,8 +119,10 @@ if __name__ == "__main__":
                     summaries = []
                     for micro_batch in micro_batches:
                         micro_batch = micro_batch.to(device)
-                        logprobs, entropy = policy(micro_batch)
-                        loss, summary = compute_loss(micro_batch, logprobs, counts.denominators(), rl_loss)
+                        logprobs, entropy, head_logprobs = policy(micro_batch)
+                        loss, summary = compute_loss(
+                            micro_batch, logprobs, counts.denominators(), rl_loss, head_logprobs
+                        )
                         loss.backward()
                         summaries.append(summary | {"entropy/mean": summarize(entropy[micro_batch.loss_mask])})
                     if micro_batches:

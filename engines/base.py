@@ -20,8 +20,8 @@ class Sampling:
     """How to sample one completion.
 
     temperature 0 is greedy. top_k -1 and top_p 1 leave the distribution whole. A completion ends with the first of
-    stop_token_ids (kept as its last token) or after max_new_tokens. top_logprobs: how many head candidates to return
-    for each sampled token. key orders requests and seeds this one's randomness: (run seed, step, task, rollout, turn).
+    stop_token_ids (kept as its last token) or after max_new_tokens. top_logprobs: the size K of the head to return with
+    each sampled token. key orders requests and seeds this one's randomness: (run seed, step, task, rollout, turn).
     """
 
     max_new_tokens: int
@@ -39,7 +39,7 @@ class Completion:
     temperature, top_k and top_p (at temperature 0: of the distribution at temperature 1).
 
     finish_reason: "stop" (ends with a stop token) or "length". version: of the weights that sampled it. topk_ids and
-    topk_logprobs [C, K] hold the most probable candidates, best first.
+    topk_logprobs [C, K]: the head of each distribution (`head_of`).
     """
 
     token_ids: list[int]
@@ -48,6 +48,22 @@ class Completion:
     version: int
     topk_ids: np.ndarray | None = None
     topk_logprobs: np.ndarray | None = None
+
+
+def head_of(ids: np.ndarray, logprobs: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k most probable tokens of each distribution, best first: (ids [C, k], log-probs [C, k]).
+
+    ids, logprobs [C, n]: candidates in any order, at least k + 1 of them most probable (a server may add the sampled one).
+    Candidates that tie with the (k+1)th are left out (id -1, log-prob -inf): which of them a sampler would list is chance,
+    and a head must not depend on it, nor on what was sampled.
+    """
+    order = np.argsort(-logprobs, axis=1, kind="stable")
+    ids, logprobs = np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
+    if ids.shape[1] > k:
+        tied = logprobs[:, :k] <= logprobs[:, k : k + 1]
+        return np.where(tied, -1, ids[:, :k]), np.where(tied, -np.inf, logprobs[:, :k])
+    missing = ((0, 0), (0, k - ids.shape[1]))  # the vocabulary is smaller than the head
+    return np.pad(ids, missing, constant_values=-1), np.pad(logprobs, missing, constant_values=-np.inf)
 
 
 EPISODE: ContextVar[Hashable] = ContextVar("episode", default=None)

@@ -7,6 +7,7 @@ request's randomness comes from its own key alone. The same seed gives the same 
 
 import asyncio
 import hashlib
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from engines.base import EPISODE, Completion, Engine, Sampling
+from engines.base import EPISODE, Completion, Engine, Sampling, head_of
+
+SCORE_TOKENS = 8192  # in one forward pass of `score`
 
 
 @dataclass
@@ -49,6 +52,8 @@ class HFEngine(Engine):
         self.model.requires_grad_(False)
         super().__init__(min(max_context or 2**31, getattr(self.model.config, "max_position_embeddings", 2**31)))
         self.device, self.max_batch = device, max_batch
+        # transformers 5.24 renames the argument.
+        self._cache_name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
         self._pending: list[Request] = []
         self._drain: asyncio.Task | None = None
         self._changed = asyncio.Event()
@@ -161,14 +166,14 @@ class HFEngine(Engine):
             tokens = torch.where(greedy, logprobs.argmax(-1), inverse_cdf(logprobs, draws))
             chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
             k = max(requests[i].sampling.top_logprobs for i in running)
-            top = [values.cpu().numpy() for values in logprobs.topk(k)] if k else None
+            top = [values.cpu().numpy() for values in logprobs.topk(min(k + 2, logprobs.shape[-1]))] if k else None
             staying = []
             for row, (i, token, logprob) in enumerate(zip(running, tokens.tolist(), chosen, strict=True)):
                 sampling, completion = requests[i].sampling, completions[i]
                 completion.token_ids.append(token)
                 completion.logprobs.append(logprob)
                 if sampling.top_logprobs:
-                    heads[i].append((top[1][row, : sampling.top_logprobs], top[0][row, : sampling.top_logprobs]))
+                    heads[i].append((top[1][row], top[0][row]))
                 if token in sampling.stop_token_ids:
                     completion.finish_reason = "stop"
                 elif len(completion.token_ids) < budget[i]:
@@ -185,14 +190,14 @@ class HFEngine(Engine):
                 input_ids=tokens[:, None],
                 attention_mask=attention_mask if padded else None,
                 position_ids=position[:, None],
-                past_key_values=cache,
                 use_cache=True,
+                **{self._cache_name: cache},
             ).logits[:, -1]
             position = position + 1
-        for completion, head in zip(completions, heads, strict=True):
+        for request, completion, head in zip(requests, completions, heads, strict=True):
             if head:
-                completion.topk_ids = np.stack([ids for ids, _ in head])
-                completion.topk_logprobs = np.stack([values for _, values in head])
+                ids, logprobs = (np.stack(rows) for rows in zip(*head, strict=True))
+                completion.topk_ids, completion.topk_logprobs = head_of(ids, logprobs, request.sampling.top_logprobs)
         return completions
 
     def _prefill(self, prompts: list[tuple[int, ...]], cache: DynamicCache) -> tuple[Tensor, Tensor]:
@@ -208,25 +213,36 @@ class HFEngine(Engine):
             input_ids=token_ids.to(self.device),
             attention_mask=attention_mask if bool((attention_mask == 0).any()) else None,
             position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_name: cache},
         )
         return outputs.logits[:, -1], attention_mask
 
     @torch.inference_mode()
     def _score(self, requests: list[Request]) -> list[np.ndarray]:
-        """One forward pass a request, the head in slices: simple, exact, and never a [T, V] matrix."""
-        scores = []
-        for request in requests:
-            token_ids = torch.tensor(request.token_ids, device=self.device)
-            hidden = self.model.get_decoder()(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
-            values = [torch.full((1,), torch.nan)]
-            for inputs, labels in zip(hidden[:-1].split(256), token_ids[1:].split(256), strict=True):
-                logits = self.model.get_output_embeddings()(inputs).float() / request.temperature
-                values.append(logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0].cpu())
-            scores.append(torch.cat(values).numpy())
-        return scores
+        """Forward passes over rows of similar length. Padding stands on the right, where causal attention hides it."""
+        scores: dict[int, np.ndarray] = {}
+        longest_first = sorted(range(len(requests)), key=lambda i: -len(requests[i].token_ids))
+        while longest_first:
+            width = len(requests[longest_first[0]].token_ids)
+            rows = max(1, SCORE_TOKENS // width)
+            batch, longest_first = longest_first[:rows], longest_first[rows:]
+            token_ids = torch.zeros(len(batch), width, dtype=torch.int64)
+            for row, i in enumerate(batch):
+                token_ids[row, : len(requests[i].token_ids)] = torch.tensor(requests[i].token_ids)
+            token_ids = token_ids.to(self.device)
+            hidden = self.model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
+            for row, i in enumerate(batch):
+                last = len(requests[i].token_ids) - 1
+                values = [torch.full((1,), torch.nan)]
+                for inputs, labels in zip(
+                    hidden[row, :last].split(256), token_ids[row, 1 : last + 1].split(256), strict=True
+                ):
+                    logits = self.model.get_output_embeddings()(inputs).float() / requests[i].temperature
+                    values.append(logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0].cpu())
+                scores[i] = torch.cat(values).numpy()
+        return [scores[i] for i in range(len(requests))]
 
 
 def _answer(requests: list[Request], run: Callable[[list[Request]], list]) -> None:

@@ -20,7 +20,10 @@ class Arithmetic(Env):
         pairs = [(a, b) for a in range(self.max_number + 1) for b in range(self.max_number + 1)]
         random.Random(0).shuffle(pairs)
         chosen = [pair for i, pair in enumerate(pairs) if (i % 10 == 0) == (split == "eval")]
-        return [Task(f"{a}+{b}", [user(f"What is {a} + {b}?")], {"answer": a + b}) for a, b in chosen]
+        return [
+            Task(f"{a}+{b}", [user(f"Compute {a} + {b}. Reply with just the number.")], {"answer": a + b})
+            for a, b in chosen
+        ]
 
     async def play(self, task: Task, agent: Agent) -> None:
         """One question, one answer."""

@@ -265,7 +265,7 @@ def test_a_frozen_copy_of_the_policy_gives_no_signal(tiny_path):  # known fault 
     for branch in branches:
         assert branch.ref_logprobs[branch.sampled] == pytest.approx(branch.logprobs[branch.sampled], abs=1e-5)
     (batch,), counts = pack(branches, 64)
-    logprobs, _ = Policy(tiny_path, OptimizerConfig(1e-3), 1)(batch)
+    logprobs, _, _ = Policy(tiny_path, OptimizerConfig(1e-3), 1)(batch)
     assert counts.ref_kl == 11 and len(batch.token_ids) == 2  # two of them share a row
     assert (batch.ref_logprobs - logprobs)[batch.loss_mask].abs().max() < 1e-5
 
@@ -560,7 +560,7 @@ def test_a_new_algorithm_is_one_file_and_one_line(tmp_path, monkeypatch, tiny_pa
 
     policy = Policy(tiny_path, OptimizerConfig(1e-3), 1)
     (batch,), counts = pack(branches, 64)
-    logprobs, _ = policy(batch)
+    logprobs, _, _ = policy(batch)
     loss, _ = compute_loss(batch, logprobs, counts.denominators(), make_rl_loss("ipo"))
     loss.backward()
     assert 0 < policy.step(1)["optim/grad_norm"] < float("inf") and counts.ce == counts.ref_kl == 0

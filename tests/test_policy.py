@@ -26,16 +26,18 @@ def make_policy(path, temperature=1.0, lr=1e-2, **options):
     return Policy(path, OptimizerConfig(lr), steps=10, temperature=temperature, **options)
 
 
-def sample(engine, temperature=1.0, length=10):
+def sample(engine, temperature=1.0, length=10, top_logprobs=0):
     async def everything():
+        requests = [Sampling(length, temperature, key=(i,), top_logprobs=top_logprobs) for i in range(len(PROMPTS))]
         return await asyncio.gather(
-            *[engine.generate(p, Sampling(length, temperature, key=(i,))) for i, p in enumerate(PROMPTS)]
+            *[engine.generate(p, request) for p, request in zip(PROMPTS, requests, strict=True)]
         )
 
     branches = []
     for number, (prompt, completion) in enumerate(zip(PROMPTS, asyncio.run(everything()), strict=True)):
         trace = Trace()
-        trace.add_turn(prompt, completion.token_ids, completion.logprobs)
+        topk = (completion.topk_ids, completion.topk_logprobs) if top_logprobs else None
+        trace.add_turn(prompt, completion.token_ids, completion.logprobs, topk=topk)
         assign_advantages(trace, number - 1.5)
         branches += trace.branches
     return branches
@@ -129,8 +131,8 @@ def test_a_model_that_mixes_packed_sequences_is_refused(tiny_path, monkeypatch):
 
     plain = TokenLogprobs.forward
 
-    def runs_on(self, token_ids, position_ids, needed):
-        return plain(self, token_ids, torch.arange(token_ids.shape[1]).expand_as(position_ids), needed)
+    def runs_on(self, token_ids, position_ids, needed, topk_ids=None):
+        return plain(self, token_ids, torch.arange(token_ids.shape[1]).expand_as(position_ids), needed, topk_ids)
 
     monkeypatch.setattr(TokenLogprobs, "forward", runs_on)
     with pytest.raises(ValueError, match="Qwen3ForCausalLM: log-probs of packed sequences differ"):
@@ -178,7 +180,8 @@ def test_entropy_and_gradient_of_the_chunked_head_equal_the_plain_ones(monkeypat
     head = torch.nn.Linear(16, 100, bias=False)
     monkeypatch.setattr("policy.CHUNK_ROWS", 7)
     monkeypatch.setattr("policy.CHUNK_ELEMENTS", 700)
-    logprobs, entropy = token_logprobs(hidden, head, labels, 0.7)
+    logprobs, entropy = token_logprobs(hidden, head, labels[:, None], 0.7)
+    logprobs = logprobs[:, 0]
     upstream = torch.randn(37)
     chunked = torch.autograd.grad((logprobs * upstream).sum(), [hidden, head.weight])
     plain = (head(hidden).float() / 0.7).log_softmax(-1)
@@ -198,7 +201,7 @@ def test_the_head_never_holds_all_logits():
         torch.manual_seed(0)
         hidden, head = torch.randn(4096, 64, requires_grad=True), torch.nn.Linear(64, 32768, bias=False)
         labels = torch.randint(32768, (4096,))
-        token_logprobs(hidden[:2], head, labels[:2], 1.0)[0].sum().backward()  # threads and buffers exist now
+        token_logprobs(hidden[:2], head, labels[:2, None], 1.0)[0].sum().backward()  # threads and buffers exist now
         def resident():
             return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) / 1024
         before, peak, done = resident(), 0.0, threading.Event()
@@ -208,7 +211,7 @@ def test_the_head_never_holds_all_logits():
                 peak = max(peak, resident())
         watcher = threading.Thread(target=watch)
         watcher.start()
-        token_logprobs(hidden, head, labels, 1.0)[0].sum().backward()
+        token_logprobs(hidden, head, labels[:, None], 1.0)[0].sum().backward()
         done.set()
         watcher.join()
         print(peak - before)
@@ -219,6 +222,35 @@ def test_the_head_never_holds_all_logits():
         [sys.executable, "-c", textwrap.dedent(script), str(ROOT)], capture_output=True, text=True, check=True
     ).stdout
     assert float(output) < 160, "MiB"
+
+
+def test_score_centering_through_engine_packing_and_loss(tiny_path):
+    """On-policy nothing is rejected, so centering changes no gradient; after an update, with a narrow band, it does."""
+    branches = sample(HFEngine(tiny_path), top_logprobs=6)
+    assert branches[0].topk_ids.shape == (len(branches[0]), 6) and (branches[0].topk_ids[: len(PROMPTS[0])] == -1).all()
+    (batch,), counts = pack(branches, 64)
+    policy = make_policy(tiny_path, lr=1e-3)
+
+    def gradient(centering):
+        rl_loss = make_rl_loss(
+            "icepop", ratio_low=0.99, ratio_high=1.01, score_centering=centering, score_centering_topk=6
+        )
+        logprobs, _, head = policy(batch)
+        sampled = batch.topk_ids == batch.token_ids[..., None]  # a sampled token that is in its head has one log-prob
+        assert torch.equal(head[sampled], logprobs[..., None].expand_as(head)[sampled]) and sampled.any()
+        loss, metrics = compute_loss(batch, logprobs, counts.denominators(), rl_loss, head)
+        loss.backward()
+        found = torch.cat([parameter.grad.full_tensor().flatten() for parameter in policy.model.parameters()])
+        policy.optimizer.zero_grad()
+        return found, metrics
+
+    (plain, _), (centered, metrics) = gradient(False), gradient(True)
+    assert torch.allclose(plain, centered, atol=1e-6) and plain.norm() > 0
+    assert {"score_centering/head_mass", "score_centering/tail_scale", "score_centering/logit_correction_l1"} <= set(
+        metrics
+    )
+    train_step(policy, sample(HFEngine(tiny_path)))
+    assert (gradient(True)[0] - gradient(False)[0]).norm() > 1e-3
 
 
 def test_the_learning_rate_warms_up_and_falls():
