@@ -33,6 +33,7 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import torch
     import transformers
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoTokenizer
 
     from config import name_of
@@ -52,6 +53,10 @@ if __name__ == "__main__":
     run_dir = config.runs_dir / config.name
     if run_dir.exists():
         fail(f"--name {config.name}: {run_dir} exists; choose another name")
+    try:
+        config.runs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--runs-dir {config.runs_dir}: {error.strerror}")
     print("\n".join([*notes, config.words()]), flush=True)
 
     # The model twice on one device: the engine samples, the policy trains. Both start from the same folder.
@@ -76,10 +81,9 @@ if __name__ == "__main__":
             config.checkpoint_activations,
         )
         engine = HFEngine(path, device, dtype, max_context=config.seq_len)
-    except ValueError as error:
-        fail(str(error))
-    except OSError as error:  # what transformers raises for a model that it can not find
-        fail(f"--model {config.model}: {error}")
+    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+        # Ours name their option; the others are what transformers raises for a folder that holds no whole model.
+        fail(str(error) if str(error).startswith("--") else f"--model {config.model}: {error}")
     monitor = Monitor(run_dir, config.steps)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
     monitor.note(f"model {path} on {device} in {dtype}; engine hf; renderer {renderer_name} ({reason}); run {run_dir}")

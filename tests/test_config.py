@@ -1,6 +1,7 @@
 """The command line: flags over file over defaults, and a message that names the option for everything else."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -243,3 +244,16 @@ def test_no_knob_is_called_name():
     for classes in CHOICES.values():
         for name in classes:
             assert "name" not in {f.name for f in fields(config_class(classes, name))}
+
+
+def test_a_model_folder_without_a_model_and_a_runs_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(ROOT / "models" / "tiny" / "base", tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"not weights")
+    cases = [("--runs-dir", tmp_path / "file"), ("--model", tmp_path / "empty"), ("--model", tmp_path / "damaged")]
+    for option, path in cases:
+        result = run("--runs-dir", tmp_path / "runs", "--steps", 0, option, path)
+        assert result.returncode == 2 and f"{option} {path}: " in result.stderr, result.stderr
+        assert "Traceback" not in result.stderr + result.stdout
+    assert not list((tmp_path / "runs").iterdir())

