@@ -286,7 +286,7 @@ class Config(Run):
         )
         require(bool(self.sources), "sources", self.sources, "must hold at least one Source")
         for knob, value in vars(self.loss).items():
-            wrong = isinstance(value, float) and not (value >= 0 and math.isfinite(value))
+            wrong = isinstance(value, int | float) and not (value >= 0 and math.isfinite(value))
             require(not wrong, f"loss.{knob}", value, "must be a finite number, at least 0")
         self.loss.check(self)
         warnings = []
@@ -295,6 +295,17 @@ class Config(Run):
                 f"--top-p {self.top_p:g}: the sampler draws from a cut distribution that the trainer does not have; mismatch KL will not be 0"
             )
         for source in self.sources:
+            agents = source.env.agents
+            require(
+                bool(agents) and isinstance(agents, tuple),
+                "env",
+                type(source.env).__name__,
+                f"its `agents` must be a tuple of at least one name, not {agents!r}",
+            )
+            if self.batch_size and source.group_size * len(agents) > self.batch_size:
+                warnings.append(
+                    f"--group-size {source.group_size}: one group gives more rollouts than --batch-size {self.batch_size}, so the rest waits and is trained on when it is old"
+                )
             require(source.group_size >= 1, "group_size", source.group_size, "must be at least 1")
             require(
                 source.ratio > 0 and math.isfinite(source.ratio), "ratio", source.ratio, "must be a positive number"
@@ -476,6 +487,8 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
         warnings = config.check()
     except ValueError as error:
         fail(str(error))
+    except (TypeError, AttributeError) as error:
+        fail(f"the config file holds a value of a wrong type: {error}")
     return config, notes + [f"warning: {warning}" for warning in warnings]
 
 
@@ -522,6 +535,8 @@ def read_config_file(path: str) -> Config:
         line = _line_in(error, path)
         fail(f"{path}{line}: {type(error).__name__}: {error}")
     config = found.get("config")
+    if isinstance(config, Config) and not config.sources:
+        fail(f"{path}: sources must hold at least one Source")
     if not isinstance(config, Config):
         fail(
             f"{path}: must define `config = Config(...)`, found {'no `config`' if config is None else type(config).__name__}"

@@ -182,8 +182,7 @@ def ref_kl(inputs: LossInputs, drop_below: float = 0.2) -> LossOutputs:
 
 
 def _is_sane(log_ratio: Tensor) -> Tensor:
-    """Which ratios may be exponentiated. -inf may (pi = 0: the ratio is 0, yet its gradient would be NaN) only without
-    a gradient, so it is dropped, which is the same number."""
+    """Which log-ratios may be exponentiated. Where pi = 0 the ratio is 0 but its gradient NaN: dropping it gives the same 0."""
     log_ratio = log_ratio.detach()
     return log_ratio.isfinite() & (log_ratio <= MAX_LOG_RATIO)
 
@@ -287,7 +286,8 @@ def member_mask(component: str, loss_mask: Tensor, weights: Tensor | None) -> Te
 def _drift(name: str, inputs: LossInputs) -> dict[str, Tensor]:
     """How far sampler and trainer are apart on the members: mismatch KL, r - log r - 1 >= 0, and r itself, unmasked."""
     log_ratio = inputs.members("trainer_logprobs") - inputs.members("inference_logprobs")
-    log_ratio = log_ratio[_is_sane(log_ratio)].double()
+    # What the loss drops still shows here, as the largest ratio that is not infinite.
+    log_ratio = log_ratio.double().nan_to_num(0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     mismatch = summarize(log_ratio.expm1() - log_ratio)  # r - log r - 1 without the cancellation near r = 1
     return {"mismatch_kl": mismatch, f"{name}/mismatch_kl": mismatch, f"{name}/ratio": summarize(log_ratio.exp())}
 

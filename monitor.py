@@ -37,8 +37,8 @@ class Monitor:
         self.run_dir, self.steps = run_dir, steps
         self.console = console or Console(highlight=False, soft_wrap=True)
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = open(run_dir / "metrics.jsonl", "a")
-        self._rollouts = open(run_dir / "rollouts.jsonl", "a")
+        self._metrics = open(run_dir / "metrics.jsonl", "a", errors="backslashreplace")
+        self._rollouts = open(run_dir / "rollouts.jsonl", "a", errors="backslashreplace")
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = defaultdict(float)
         self._latest: dict[str, float] = {}
@@ -120,7 +120,7 @@ class Monitor:
         cells = [
             f"[dim]{label}[/] {format(self._latest[name], spec)}"
             for name, (label, spec) in SHOWN.items()
-            if self._latest.get(name)
+            if _worth_showing(self._latest, name)
         ]
         cells += [
             f"[dim]{phase}[/] {self._latest[f'time/{phase}']:.2f}s"
@@ -130,6 +130,11 @@ class Monitor:
         for start in range(0, len(cells), 4):
             table.add_row(*cells[start : start + 4])
         return Group(table, f"[green]{sparkline(self._rewards)}[/]", self._progress)
+
+
+def _worth_showing(metrics: dict[str, float], name: str) -> bool:
+    """A component of the loss that is 0 is one that the run does not use."""
+    return name in metrics and (metrics[name] != 0 or not name.startswith("loss/"))
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
@@ -144,7 +149,7 @@ def sparkline(values: list[float], width: int = 60) -> str:
 
 
 def _write(file: Any, row: dict[str, Any]) -> None:
-    file.write(json.dumps(_json_safe(row), ensure_ascii=False) + "\n")
+    file.write(json.dumps(_json_safe(row), ensure_ascii=False, default=str) + "\n")
     file.flush()
 
 

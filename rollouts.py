@@ -10,10 +10,11 @@ What is left over in the queue starts the next batch. Nothing here knows which a
 """
 
 import asyncio
+import contextlib
 import math
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,6 +107,30 @@ def prune(branch: Branch) -> bool:
     return bool(rl.any() or any(others))
 
 
+class Clock:
+    """The time limit of an episode. It stands still while a model works, so that one slow episode takes no other's time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.limit = asyncio.timeout(seconds)
+        self._waiting, self._left = 0, seconds
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Time inside does not count; an episode may be inside several times at once."""
+        now = asyncio.get_running_loop().time
+        if self._waiting == 0:
+            self._left = self.limit.when() - now()
+            self.limit.reschedule(None)
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if self._waiting == 0:
+                with contextlib.suppress(RuntimeError):  # the episode was ended from outside
+                    self.limit.reschedule(now() + self._left)
+
+
 def no_served_models(model: FrozenModel) -> Engine:
     """Stands for a client of served models, which this version does not have."""
     raise RunStopped(
@@ -125,7 +150,9 @@ class Rollouts:
         connect: Callable[[FrozenModel], Engine] = no_served_models,
     ) -> None:
         self.config, self.engine, self.renderer, self.monitor, self.connect = config, engine, renderer, monitor, connect
-        self.stages = [self._stage(source) for source in config.sources]
+        self.stages: list[Stage] = []
+        for source in config.sources:
+            self.stages.append(self._stage(source))
         self.queue = Queue(config.batch_size, config.constant_batch_size)
         self.dealt = 0
         self.sampling = Sampling(
@@ -141,6 +168,8 @@ class Rollouts:
 
     def _stage(self, source: Source) -> Stage:
         name = name_of(ENVS, source.env)
+        namesakes = sum(type(stage.env) is type(source.env) for stage in self.stages)
+        name += f"-{namesakes + 1}" if namesakes else ""  # two sources may share an environment, not their metrics
         algorithm = ALGORITHMS[name_of(ALGORITHMS, source.algo)](source.algo, self.engine, self.renderer, self.connect)
         curriculum = make_curriculum(source.env.tasks("train"), source.sampler, source.gates, self.config.seed)
         return Stage(name, source.env, algorithm, curriculum, source.group_size, source.ratio)
@@ -184,10 +213,11 @@ class Rollouts:
                 groups = [Group(i, stage, task) for i, task in enumerate(tasks)]
                 episodes = await asyncio.gather(*[self._play(group, 0, step, EVAL) for group in groups])
                 traces = trainable_traces(episodes)
-                values: dict[str, list[float]] = {"mean": [trace.reward for trace in traces]}
+                values: dict[str, list[float]] = defaultdict(list)
                 for trace in traces:
                     for name, value in trace.metrics.items():
-                        values.setdefault(name, []).append(value)
+                        values[name].append(value)
+                values["mean"] = [trace.reward for trace in traces]
                 metrics |= {
                     f"eval/{stage.name}/{name}": float(np.mean(column)) for name, column in values.items() if column
                 }
@@ -216,32 +246,36 @@ class Rollouts:
         episode = Episode(".".join(map(str, key)), stage.name, group.task, [Trace(agent) for agent in stage.env.agents])
 
         frozen = stage.algorithm.sampler if stream == TRAIN else None
+        clock = Clock(self.config.rollout_timeout)
 
         def agent(number: int, trace: Trace) -> Agent:
             async def sample(prompt_ids: list[int], turn: int) -> Completion:
                 heads = self.sampling.top_logprobs if stream == TRAIN else 0
                 sampling = replace(self.sampling, key=(*key, number, turn), top_logprobs=heads)
-                if frozen is None:
-                    return await self.engine.generate(prompt_ids, sampling)
-                with self.engine.outside():
-                    return replace(await frozen.generate(prompt_ids, sampling), version=-1)
+                with clock.stopped():
+                    if frozen is None:
+                        return await self.engine.generate(prompt_ids, sampling)
+                    with self.engine.outside():
+                        return replace(await frozen.generate(prompt_ids, sampling), version=-1)
 
             return Agent(trace, self.renderer, sample)
 
         with self.engine.playing(episode.id):
             try:
                 agents = [agent(number, trace) for number, trace in enumerate(episode.traces)]
-                async with asyncio.timeout(self.config.rollout_timeout) as limit:
+                async with clock.limit:
                     await stage.env.play(group.task, *agents)
+                for trace in episode.traces:
+                    _plain_numbers(trace)
                 if stream == TRAIN:
                     await stage.algorithm.finalize_episode(episode)
             except Exception as error:
                 episode.error = f"{type(error).__name__}: {error}"
-                if isinstance(error, TimeoutError) and limit.expired():
+                if isinstance(error, TimeoutError) and clock.limit.expired():
                     episode.error += f"still running after --rollout-timeout {self.config.rollout_timeout:g} s"
                 self.monitor.warn(
                     f"{stage.name}: an episode failed\n{traceback.format_exc()}",
-                    once=f"{stage.name} {type(error).__name__}",
+                    once=f"{stage.name} {type(error).__name__} {error}",
                 )
         return episode
 
@@ -262,6 +296,9 @@ class Rollouts:
             group.survivors,
             {
                 "errored": sum(_failed(episode) is not None for episode in episodes),
+                "with nothing sampled that may be trained": sum(
+                    _failed(episode) is None and not trainable_traces([episode]) for episode in episodes
+                ),
                 "without a signal (all advantages 0)": len(usable) if group.admitted else 0,
                 "rejected by a gate": 0 if group.admitted else len(usable),
             },
@@ -320,6 +357,19 @@ class Rollouts:
             "rollouts/waiting": float(len(self.queue.waiting)),
             "perf/sampled_tokens": float(sum(trace.num_sampled for episode in episodes for trace in episode.traces)),
         }
+
+
+def _plain_numbers(trace: Trace) -> None:
+    """Turn reward and metrics into floats (numpy scalars, bools). Raises TypeError or ValueError that names the culprit."""
+    try:
+        trace.reward = None if trace.reward is None else float(trace.reward)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"reward of {trace.agent} is {trace.reward!r}: {error}") from error
+    for name, value in trace.metrics.items():
+        try:
+            trace.metrics[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"metric {name} of {trace.agent} is {value!r}: {error}") from error
 
 
 def _failed(episode: Episode) -> str | None:

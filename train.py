@@ -87,7 +87,10 @@ if __name__ == "__main__":
     monitor = Monitor(run_dir, config.steps)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
     monitor.note(f"model {path} on {device} in {dtype}; engine hf; renderer {renderer_name} ({reason}); run {run_dir}")
-    rollouts = Rollouts(config, engine, renderer, monitor)
+    try:
+        rollouts = Rollouts(config, engine, renderer, monitor)
+    except ValueError as error:
+        fail(f"--env {name_of(ENVS, config.sources[0].env)}: {error}")
 
     # Ctrl-C once finishes the step that is running; twice stops at once.
     stopping: list[int] = []
@@ -156,7 +159,7 @@ if __name__ == "__main__":
             monitor.note("interrupted")
             exit_code = 130
         finally:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, KeyboardInterrupt):
                 runner.run(rollouts.close())
             engine.close()
     monitor.console.print(f"run written to {run_dir}", markup=False)

@@ -6,6 +6,7 @@ The formulas themselves are held against golden values in test_golden_math.py.
 import asyncio
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -299,3 +300,14 @@ def test_scalars_say_sum_mean_or_range_by_name():
         "rl/is_masked": 2,
     }
     assert as_scalars({}) == {} and merge([]) == {}
+
+
+def test_the_largest_ratio_shows_though_the_loss_drops_it():
+    """A sampler that is far off must not look perfect in the metric that is there to tell."""
+    batch = SimpleNamespace(
+        sequence_ids=torch.zeros(1, 2), loss_mask=torch.ones(1, 2, dtype=torch.bool), inference_logprobs=torch.tensor([[-30.0, -1.0]]),
+        advantages=torch.ones(1, 2), rl_weights=None, ce_weights=None, ref_kl_weights=None, ref_logprobs=None, topk_logprobs=None,
+    )  # fmt: skip
+    logprobs = torch.tensor([[-0.1, -1.0]], requires_grad=True)
+    scalars = as_scalars(compute_loss(batch, logprobs, {"rl": 2, "ce": 0, "ref_kl": 0}, make_rl_loss("ipo"))[1])
+    assert scalars["rl/ratio/max"] > 1e8 and scalars["mismatch_kl/max"] > 1e8 and scalars["rl/is_masked"] == 0.5

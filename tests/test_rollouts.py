@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from algos.grpo import GRPOConfig
 from config import Config, Source
 from engines.base import Completion, Engine
+from engines.hf import HFEngine
 from envs import ENVS
 from envs.base import Env, user
 from make_tiny import make_tokenizer
@@ -199,3 +201,59 @@ def test_pruning_leaves_other_components_alone(build):
     branch.ce_weights = np.zeros(len(branch))
     branch.ce_weights[3] = 0.1
     assert prune(branch) and not branch.rl_weights[branch.sampled].any()
+
+
+def test_one_that_hangs_before_it_asks_does_not_take_the_others_time(build, tiny_path):
+    """A13: the engine waits for every live episode, so the clocks of those that wait for it must stand still."""
+
+    @dataclass
+    class HangsFirst(EchoEnv):
+        async def play(self, task, agent):
+            self.played = number = self.played + 1
+            await asyncio.sleep(1e6 if number == 2 else 0)
+            await agent.say(*task.prompt)
+            agent.trace.reward = float(number % 4 == 0)
+
+    ENVS["hangs-first"] = HangsFirst
+    try:
+        rollouts = build(env=HangsFirst(), group_size=4, batch_size=2, rollout_timeout=0.5, max_new_tokens=4)
+        rollouts.engine = HFEngine(tiny_path)
+        _, metrics = collect(rollouts)
+    finally:
+        del ENVS["hangs-first"]
+    assert metrics["rollouts/errored"] == 1 and metrics["rollouts/finished"] >= 4
+
+
+@pytest.mark.parametrize("how", ["says nothing", "is not trainable"])
+def test_rollouts_without_anything_sampled_are_counted_and_stop_the_run(build, monkeypatch, how):
+    @dataclass
+    class Silent(EchoEnv):
+        async def play(self, task, agent):
+            if how == "is not trainable":
+                await agent.say(*task.prompt)
+                agent.trace.trainable = False
+            agent.trace.reward = 1.0
+
+    monkeypatch.setitem(ENVS, "silent", Silent)
+    rollouts = build(env=Silent(), max_empty_steps=2)
+    with pytest.raises(RunStopped, match="4 with nothing sampled"):
+        collect(rollouts)
+
+
+@pytest.mark.parametrize("reward", [np.float32(1), np.bool_(True), True, np.array(1.0)])
+def test_a_reward_of_any_numeric_type_is_a_number(build, reward):
+    branches, _ = collect(build(rewards=[reward, 0.0]))
+    assert advantages(branches) == [0.5, -0.5, 0.5, -0.5] and build.rows()[0]["reward"] == 1.0
+
+
+def test_a_reward_that_is_no_number_ends_its_episode_alone(build):
+    _, metrics = collect(build(rewards=["high", 1.0, 0.0], group_size=3))
+    assert metrics["rollouts/errored"] >= 1 and "reward of agent is 'high'" in build.console()
+
+
+def test_two_sources_of_one_environment_keep_their_numbers_apart(build):
+    rollouts = build()
+    rollouts.config.sources = [Source(env=EchoEnv(rewards=[r]), algo=GRPOConfig(), group_size=2) for r in (1.0, 0.0)]
+    rollouts = Rollouts(rollouts.config, rollouts.engine, rollouts.renderer, rollouts.monitor)
+    metrics = asyncio.run(rollouts.evaluate(0))
+    assert (metrics["eval/echo-env/mean"], metrics["eval/echo-env-2/mean"]) == (1.0, 0.0)
