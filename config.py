@@ -140,7 +140,7 @@ class Run:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the forward pass; auto: bfloat16 on CUDA, float32 on the CPU. Weights and moments are float32 always"""
 
-    steps: int = 60
+    steps: int = 30
     """optimizer steps"""
     batch_size: int | None = None
     """rollouts in a step (training traces); default by model: 128, smollm2 16"""

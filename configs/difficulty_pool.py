@@ -3,7 +3,7 @@
     python train.py configs/difficulty_pool.py
 
 Shows a sampler with named pools and two named gates; `curriculum/reverse-text/*` in metrics.jsonl tells how many tasks lie
-in which pool and what each gate rejected. A task set this small is seen several times in 60 steps.
+in which pool and what each gate rejected. A task set this small is seen more than once in a longer run.
 """
 
 from config import Config, Source

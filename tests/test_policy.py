@@ -224,6 +224,29 @@ def test_the_head_never_holds_all_logits():
     assert float(output) < 160, "MiB"
 
 
+def test_the_training_path_uses_the_chunked_head(tiny_path, monkeypatch):
+    """A20: and only for the tokens that are needed."""
+    import policy as module
+
+    rows, plain = [], module.token_logprobs
+    monkeypatch.setattr(
+        module, "token_logprobs", lambda hidden, *rest: (rows.append(len(hidden)), plain(hidden, *rest))[1]
+    )
+    policy = make_policy(tiny_path)
+    rows.clear()
+    (batch,), _ = pack(sample(HFEngine(tiny_path)), 64)
+    logprobs, _, _ = policy(batch)
+    assert rows == [int(batch.needed.sum())] and "ChunkedHead" in str(_graph(logprobs.grad_fn))
+
+
+def _graph(node) -> set[str]:
+    seen = set()
+    while node is not None and len(seen) < 50:
+        seen.add(type(node).__name__)
+        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+    return seen
+
+
 def test_score_centering_through_engine_packing_and_loss(tiny_path):
     """On-policy nothing is rejected, so centering changes no gradient; after an update, with a narrow band, it does."""
     branches = sample(HFEngine(tiny_path), top_logprobs=6)

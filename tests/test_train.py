@@ -144,6 +144,26 @@ def test_a_run_without_any_signal_stops_with_a_message(tmp_path):
     assert code == 1 and "--max-empty-steps 2" in out and "--group-size 1" in out and "Traceback" not in out + err
 
 
+def test_a_step_without_a_signal_is_no_optimizer_step(tmp_path):
+    """A14: not even weight decay moves the weights."""
+    args = (
+        "--group-size",
+        1,
+        "--batch-size",
+        8,
+        "--steps",
+        2,
+        "--no-constant-batch-size",
+        "--weight-decay",
+        0.1,
+        "--eval-every",
+        0,
+    )
+    code, out, err = train(*args, "--runs-dir", tmp_path, "--name", "empty")
+    assert code == 0 and out.count("there is no optimizer step") == 2, out + err
+    assert all("reward/mean" in row and "optim/lr" not in row for row in metrics_of(tmp_path / "empty"))
+
+
 def test_a_name_is_used_once(tmp_path):
     (tmp_path / "taken").mkdir()
     code, _, err = train("--runs-dir", tmp_path, "--name", "taken")
