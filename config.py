@@ -27,8 +27,6 @@ from algos import ALGORITHMS, AlgorithmConfig
 from curriculum import GATES, SAMPLERS, AdvRangeConfig, StandardConfig
 from envs import ENVS, Env
 
-ROOT = Path(__file__).parent
-
 
 @dataclass
 class IPO:

@@ -22,10 +22,9 @@ from transformers.utils.quantization_config import GgufConfig
 
 from packing import MicroBatch
 
-CHUNK_ELEMENTS, CHUNK_ROWS = (
-    2**21,
-    32,
-)  # the head holds [chunk, V] float32 slices of 8 MiB, or of 32 rows where V is large
+# The head holds [chunk, V] float32 slices of 8 MiB, or of 32 rows where V is large.
+CHUNK_ELEMENTS = 2**21
+CHUNK_ROWS = 32
 ROOT = Path(__file__).parent
 
 

@@ -198,7 +198,7 @@ class Trace:
 
     @property
     def truncated(self) -> bool:
-        """Whether the model's last turn was cut by a length limit."""
+        """Whether the last turn of some branch was cut by a length limit."""
         return any(branch.turns and branch.turns[-1].finish_reason == "length" for branch in self.branches)
 
     @property

@@ -21,7 +21,7 @@ class Sampling:
 
     temperature 0 is greedy. top_k -1 and top_p 1 leave the distribution whole. A completion ends with the first of
     stop_token_ids (kept as its last token) or after max_new_tokens. top_logprobs: the size K of the head to return with
-    each sampled token. key orders requests and seeds this one's randomness: (run seed, step, task, rollout, turn).
+    each sampled token. key orders requests and seeds this one's randomness: (run seed, train or eval, step, group, rollout, agent, turn).
     """
 
     max_new_tokens: int

@@ -37,7 +37,7 @@ class Request:
 class HFEngine(Engine):
     """Samples with a transformers model in this process.
 
-    max_batch bounds the rows that are decoded at once. Raises ValueError for a model that transformers can not load.
+    max_batch bounds the rows that are decoded at once. Raises what transformers raises for a folder without a whole model.
     """
 
     def __init__(
