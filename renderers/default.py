@@ -26,7 +26,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from renderers.base import (
-    JSON_CALL,
     Body,
     Message,
     ParsedResponse,
@@ -37,10 +36,9 @@ from renderers.base import (
     _pattern,
     as_list,
     function_of,
-    split_json_calls,
-    split_reasoning,
     text_of,
 )
+from renderers.turns import JSON_CALL, split_json_calls, split_reasoning
 
 QUESTION, ANSWER = "Is the sky blue?", "Yes, on most days."
 USER = {"role": "user", "content": QUESTION}

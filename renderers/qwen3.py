@@ -25,22 +25,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from renderers.base import (
-    JSON_CALL,
-    Body,
-    Message,
-    ParsedResponse,
-    Plain,
-    Rendered,
-    Renderer,
-    Writer,
-    as_list,
-    split_json_calls,
-    split_reasoning,
-    text_of,
-    to_json,
-    write_json_call,
-)
+from renderers.base import Body, Message, ParsedResponse, Plain, Rendered, Renderer, Writer, as_list, text_of, to_json
+from renderers.turns import JSON_CALL, split_json_calls, split_reasoning, write_json_call
 
 TOOLS_BEFORE = """# Tools
 
