@@ -6,6 +6,7 @@ distribution that was sampled from.
 """
 
 import contextlib
+import hashlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -66,6 +67,26 @@ def head_of(ids: np.ndarray, logprobs: np.ndarray, k: int) -> tuple[np.ndarray, 
     return np.pad(ids, missing, constant_values=-1), np.pad(logprobs, missing, constant_values=-np.inf)
 
 
+def seed_of(key: tuple[int, ...]) -> int:
+    """A 64-bit seed from a request's key: unlike `hash`, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
+def accounted(
+    named_tensors: Iterable[tuple[str, Tensor]], known: Iterable[str], required: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass named weights through. Raises ValueError for a name that is not `known`, and at the end for a `required` one that
+    did not come: a model with a stale tensor samples nonsense without an error."""
+    known, missing = set(known), set(required)
+    for name, tensor in named_tensors:
+        if name not in known:
+            raise ValueError(f"weight {name} is unknown to the engine's model")
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise ValueError(f"weights that did not arrive: {', '.join(sorted(missing))}")
+
+
 EPISODE: ContextVar[Hashable] = ContextVar("episode", default=None)
 
 
@@ -83,20 +104,27 @@ class Engine:
         """Sample one completion. Raises ValueError where the prompt leaves no room in the context."""
         raise TypeError(f"{type(self).__name__} does not sample")
 
+    async def complete(
+        self, prompt_ids: Sequence[int], sampling: Sampling, messages: Sequence[dict], tools: list[dict] | None
+    ) -> Completion:
+        """`generate`, for engines that may have to be asked by messages: the conversation that prompt_ids renders."""
+        return await self.generate(prompt_ids, sampling)
+
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
         """Log-probability of each token given those before it, [T] float32; NaN at position 0."""
         raise TypeError(f"{type(self).__name__} does not score")
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over new weights. Raises ValueError for a missing or an unknown name."""
+        """Take over new weights and be awake with them. Raises ValueError for a missing or an unknown name, and RuntimeError
+        while requests wait: none of them crosses a weight update."""
         raise TypeError(f"{type(self).__name__} holds frozen weights")
 
     def sleep(self) -> None:
-        """Give the device to the trainer. Requests are refused until `wake_up`."""
+        """Give the device to the trainer. Requests are refused until `wake_up` or `load_weights`."""
         self.asleep = True
 
     def wake_up(self) -> None:
-        """Take the device back."""
+        """Take the device back with the weights as they were."""
         self.asleep = False
 
     def close(self) -> None:
@@ -130,6 +158,22 @@ class Engine:
     def _state_changed(self) -> None:
         """Called whenever an episode ends or goes outside."""
 
+    def _admit(self, prompt_ids: Sequence[int]) -> None:
+        """Raise for a request that can not be sampled now."""
+        self._require_awake()
+        if not 0 < len(prompt_ids) < self.max_context:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens does not fit a context of {self.max_context}: raise --seq-len or shorten the prompt"
+            )
+
+    def _admit_score(self, token_ids: Sequence[int]) -> None:
+        """Raise for tokens that can not be scored now."""
+        self._require_awake()
+        if not 0 < len(token_ids) <= self.max_context:
+            raise ValueError(
+                f"{len(token_ids)} tokens to score do not fit a context of {self.max_context}: raise --seq-len"
+            )
+
     def _require_awake(self) -> None:
         if self.asleep:
-            raise RuntimeError("the engine sleeps while the trainer works: wake_up() first")
+            raise RuntimeError("the engine sleeps while the trainer works: load_weights() or wake_up() first")

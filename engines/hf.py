@@ -6,7 +6,6 @@ request's randomness comes from its own key alone. The same seed gives the same 
 """
 
 import asyncio
-import hashlib
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from engines.base import EPISODE, Completion, Engine, Sampling, head_of
+from engines.base import EPISODE, Completion, Engine, Sampling, accounted, head_of, seed_of
 
 SCORE_TOKENS = 8192  # in one forward pass of `score`
 
@@ -60,38 +59,26 @@ class HFEngine(Engine):
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion (see `Engine.generate`)."""
-        if not 0 < len(prompt_ids) < self.max_context:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens does not fit a context of {self.max_context}: raise --seq-len or shorten the prompt"
-            )
+        self._admit(prompt_ids)
         return await self._submit(list(prompt_ids), sampling, sampling.temperature)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
         """Log-probabilities of given tokens (see `Engine.score`)."""
-        if not 0 < len(token_ids) <= self.max_context:
-            raise ValueError(
-                f"{len(token_ids)} tokens to score do not fit a context of {self.max_context}: raise --seq-len"
-            )
+        self._admit_score(token_ids)
         return await self._submit(list(token_ids), None, temperature)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights in. A tied head may come under its own name or not at all."""
         if self._pending:
             raise RuntimeError("weights may not change while requests wait")
-        own = self.model.state_dict()
-        missing = {name for name, _ in self.model.named_parameters()}
+        own, required = self.model.state_dict(), dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, tensor in named_tensors:
-                if name not in own:
-                    raise ValueError(f"weight {name} is unknown to the engine's model")
+            for name, tensor in accounted(named_tensors, own, required):
                 own[name].copy_(tensor)
-                missing.discard(name)
-        if missing:
-            raise ValueError(f"weights that did not arrive: {', '.join(sorted(missing))}")
+        self.asleep = False
         self.version = version
 
     async def _submit(self, token_ids: list[int], sampling: Sampling | None, temperature: float) -> Any:
-        self._require_awake()
         future = asyncio.get_running_loop().create_future()
         self._pending.append(Request(token_ids, sampling, temperature, EPISODE.get(), future))
         if self._drain is None or self._drain.done():
@@ -254,11 +241,6 @@ def _answer(requests: list[Request], run: Callable[[list[Request]], list]) -> No
         return
     for request, result in zip(requests, results, strict=True):
         request.future.set_result(result)
-
-
-def seed_of(key: tuple[int, ...]) -> int:
-    """A 64-bit seed from a request's key: unlike `hash`, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
 def processed_logprobs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
