@@ -18,7 +18,7 @@ A new algorithm is one file beside this one and one line in `algos/__init__.py`.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from traces import ActionLoss, Episode, route_actions, trainable_traces
 
@@ -32,6 +32,10 @@ class AlgorithmConfig:
         the option to change; return warnings for what will work badly."""
         return []
 
+    def frozen_models(self) -> list[tuple[str, "FrozenModel", Literal["score", "sample"]]]:
+        """(option, model, what it must do) of the frozen models that the algorithm uses."""
+        return []
+
 
 @dataclass
 class FrozenModel:
@@ -40,7 +44,15 @@ class FrozenModel:
     name: str = ""
     """as the endpoint calls it"""
     base_url: str = ""
-    """of the endpoint, e.g. http://localhost:8001/v1"""
+    """of the endpoint, e.g. http://localhost:8001/v1; several, separated by commas, share the work"""
+    api_key_env: str = "OPENAI_API_KEY"
+    """environment variable that holds the API key"""
+    timeout: float = 300.0
+    """seconds for a request, with its retries"""
+    retries: int = 5
+    """tries again after a refusal (429), a server error or a broken connection"""
+    max_concurrent: int = 64
+    """requests at once"""
 
 
 class Algorithm:
@@ -114,7 +126,13 @@ def require_frozen(algo: str, flag: str, role: str, model: Any, why_not_policy: 
         raise ValueError(f"--{flag} policy: {why_not_policy}")
     if not isinstance(model, FrozenModel) or not model.base_url:
         raise ValueError(f"{algo} needs --{flag}.base-url: {role} is served elsewhere")
-    if not model.base_url.startswith(("http://", "https://")):
-        raise ValueError(f"--{flag}.base-url {model.base_url}: must begin with http:// or https://")
+    for url in model.base_url.split(","):
+        if not url.strip().startswith(("http://", "https://")):
+            raise ValueError(f"--{flag}.base-url {url}: must begin with http:// or https://")
+    if not (math.isfinite(model.timeout) and model.timeout > 0):
+        raise ValueError(f"--{flag}.timeout {model.timeout}: must be a positive number")
+    for knob, least in (("retries", 0), ("max_concurrent", 1)):
+        if getattr(model, knob) < least:
+            raise ValueError(f"--{flag}.{knob.replace('_', '-')} {getattr(model, knob)}: must be at least {least}")
     if not model.name:
         raise ValueError(f"{algo} needs --{flag}.name: what the endpoint {model.base_url} calls {role}")

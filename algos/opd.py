@@ -38,6 +38,10 @@ class OPDConfig(AlgorithmConfig):
             return [f"--teacher.name {self.teacher.name} is the model that the policy starts from: the KL begins at 0"]
         return []
 
+    def frozen_models(self) -> list[tuple[str, FrozenModel, str]]:
+        """The teacher."""
+        return [("teacher", self.teacher, "score")]
+
 
 class OPD(Algorithm):
     """Reference log-probs = the teacher's, in the policy's own context."""

@@ -33,6 +33,10 @@ class SFTConfig(AlgorithmConfig):
         require_frozen("sft", "sample-from", "the model that it imitates", self.sample_from, why)
         return []
 
+    def frozen_models(self) -> list[tuple[str, FrozenModel, str]]:
+        """The model that samples."""
+        return [("sample-from", self.sample_from, "sample")]
+
 
 class SFT(Algorithm):
     """No credit: every sampled token weighs 1 in the ce component."""

@@ -40,11 +40,11 @@ def user(text: str) -> Message:
 class Agent:
     """One player's view of an episode: say something to the model, get its reply, keep the token record.
 
-    sample(prompt_ids, turn) -> Completion is given by whoever plays the episode; a reply is parsed by the renderer, and
+    sample(prompt_ids, turn, messages, tools) -> Completion is given by whoever plays the episode; a reply is parsed by the renderer, and
     the next prompt extends the sampled tokens verbatim where the renderer can (`bridge`).
     """
 
-    def __init__(self, trace: Trace, renderer: Any, sample: Callable[[list[int], int], Awaitable[Any]]) -> None:
+    def __init__(self, trace: Trace, renderer: Any, sample: Callable[..., Awaitable[Any]]) -> None:
         self.trace = trace
         self.renderer = renderer
         self._sample = sample
@@ -62,7 +62,7 @@ class Agent:
         else:
             rendered = self.renderer.render(self.trace.messages, tools=tools, add_generation_prompt=True)
             prompt_ids = rendered.token_ids
-        completion = await self._sample(prompt_ids, self.trace.num_turns)
+        completion = await self._sample(prompt_ids, self.trace.num_turns, self.trace.messages, tools)
         topk = None if completion.topk_ids is None else (completion.topk_ids, completion.topk_logprobs)
         self.trace.add_turn(
             prompt_ids, completion.token_ids, completion.logprobs, version=completion.version,

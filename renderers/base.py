@@ -252,6 +252,21 @@ class Renderer:
         rendered = self.bridge(prompt, completion, new_messages, tools)
         return None if rendered is None else prompt + completion + rendered.token_ids
 
+    def render_reply(
+        self, messages: Sequence[Message], reply: Message, tools: Sequence[dict] | None = None, ended: bool = True
+    ) -> list[int]:
+        """The turn of a model that answered `messages` in text: what follows the generation prompt, its stop token included
+        if it `ended`. Raises ValueError where the format writes what came before differently once the reply is there."""
+        prompt = self.render_ids(messages, tools, add_generation_prompt=True)
+        whole = self.render_ids([*messages, reply], tools)
+        if whole[: len(prompt)] != prompt:
+            raise ValueError(f"renderer {self.name} does not write this reply after its generation prompt")
+        turn, after = self.cut_at_stop(whole[len(prompt) :])
+        if not ended:
+            return turn
+        stop = self.token_id(self.turn_end or self.stop_tokens[0]) if after is None else whole[len(prompt) + len(turn)]
+        return [*turn, stop]
+
     def close_turn(
         self, writer: Writer, prompt: Sequence[int], completion: Sequence[int], new_messages: Sequence[Message]
     ) -> bool:
