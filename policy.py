@@ -4,6 +4,7 @@ Parameters, gradients and optimizer moments are float32; the forward pass runs i
 always wrapped by `fully_shard`, also in a world of one, so there is one parameter path to trust.
 """
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -192,6 +193,7 @@ class Policy:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         checkpoint_activations: bool = False,
+        offload_optimizer: bool = False,
     ) -> None:
         if not dist.is_initialized():
             dist.init_process_group(
@@ -207,6 +209,7 @@ class Policy:
         if checkpoint_activations:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.device, self.config, self.steps = device, optimizer, steps
+        self.offload_optimizer = offload_optimizer
         self.model = TokenLogprobs(lm, temperature)
         self._check_packing()
         precision = (
@@ -235,7 +238,8 @@ class Policy:
         if math.isfinite(grad_norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            with self._moments_here():
+                self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"optim/grad_norm": grad_norm, "optim/lr": lr, "optim/skipped": float(not math.isfinite(grad_norm))}
 
@@ -244,6 +248,28 @@ class Policy:
         """The model's whole tensors by their Hugging Face names, one at a time, a tied head included."""
         for name, value in self.model.lm.state_dict().items():
             yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
+
+    @property
+    def moment_bytes(self) -> int:
+        """What AdamW's two moments take on the device between updates (they do not exist before the first)."""
+        if self.offload_optimizer:
+            return 0
+        tensors = [getattr(p, "to_local", lambda p=p: p)() for p in self.model.parameters()]
+        return sum(2 * tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @contextlib.contextmanager
+    def _moments_here(self) -> Iterator[None]:
+        """The moments on the device for an update, and in host memory again after it where they are offloaded."""
+        self._move_moments(self.device)
+        yield
+        if self.offload_optimizer:
+            self._move_moments("cpu")
+
+    def _move_moments(self, device: str) -> None:
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if value.ndim:  # the count of steps stays where AdamW wants it
+                    state[name] = value.to(device)
 
     @torch.no_grad()
     def _check_packing(self) -> None:

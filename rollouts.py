@@ -27,7 +27,7 @@ from curriculum import Curriculum, make_curriculum
 from engines.base import Completion, Engine, Sampling
 from envs import ENVS, Agent, Env
 from monitor import Monitor
-from traces import Branch, Episode, Task, Trace, trainable_traces
+from traces import Branch, Episode, Message, Task, Trace, trainable_traces
 
 TRAIN, EVAL = 0, 1  # the two streams of randomness
 
@@ -78,6 +78,17 @@ class Queue:
         live = [[branch for branch in trace.training_branches() if prune(branch)] for trace in traces]
         self.waiting += [branches for branches in live if branches or not self.constant]
         return sum(bool(branches) for branches in live)
+
+    def drop_older(self, version: int) -> int:
+        """Forget traces that weights before `version` sampled a token of, and return how many. What a frozen model sampled
+        has no age."""
+        fresh = [
+            branches
+            for branches in self.waiting
+            if all(branch.version < 0 or branch.version >= version for branch in branches)
+        ]
+        dropped, self.waiting = len(self.waiting) - len(fresh), fresh
+        return dropped
 
     def missing(self) -> int:
         """Traces that the next batch still lacks."""
@@ -131,13 +142,6 @@ class Clock:
                     self.limit.reschedule(now() + self._left)
 
 
-def no_served_models(model: FrozenModel) -> Engine:
-    """Stands for a client of served models, which this version does not have."""
-    raise RunStopped(
-        f"{model.name} at {model.base_url}: this version has no client for models that are served elsewhere"
-    )
-
-
 class Rollouts:
     """Plays everything that a run samples. Lives as long as the run."""
 
@@ -147,7 +151,7 @@ class Rollouts:
         engine: Engine,
         renderer: Any,
         monitor: Monitor,
-        connect: Callable[[FrozenModel], Engine] = no_served_models,
+        connect: Callable[[FrozenModel], Engine] | None = None,
     ) -> None:
         self.config, self.engine, self.renderer, self.monitor, self.connect = config, engine, renderer, monitor, connect
         self.stages: list[Stage] = []
@@ -191,6 +195,8 @@ class Rollouts:
         after max_empty_steps rounds in a row without anything to train on.
         """
         played: list[Group] = []
+        limit = self.config.max_off_policy_steps
+        dropped = 0 if limit is None else self.queue.drop_older(step - 1 - limit)
         with self.monitor.phase("sample"):
             while self.queue.missing():
                 groups = self._deal(self.queue.missing())
@@ -200,7 +206,7 @@ class Rollouts:
                         await self._finish(group, step)
                 played += groups
         branches = self.queue.take()
-        return branches, self._metrics(played, branches, step)
+        return branches, self._metrics(played, branches, step) | {"off_policy/dropped": float(dropped)}
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward on held-out tasks, one rollout each, as `eval/<env>/mean`. Errored rollouts are left out and counted."""
@@ -249,14 +255,17 @@ class Rollouts:
         clock = Clock(self.config.rollout_timeout)
 
         def agent(number: int, trace: Trace) -> Agent:
-            async def sample(prompt_ids: list[int], turn: int) -> Completion:
+            async def sample(
+                prompt_ids: list[int], turn: int, messages: list[Message], tools: list[dict] | None
+            ) -> Completion:
                 heads = self.sampling.top_logprobs if stream == TRAIN else 0
                 sampling = replace(self.sampling, key=(*key, number, turn), top_logprobs=heads)
                 with clock.stopped():
                     if frozen is None:
                         return await self.engine.generate(prompt_ids, sampling)
                     with self.engine.outside():
-                        return replace(await frozen.generate(prompt_ids, sampling), version=-1)
+                        completion = await frozen.complete(prompt_ids, sampling, messages, tools)
+                        return replace(completion, version=-1)
 
             return Agent(trace, self.renderer, sample)
 

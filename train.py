@@ -37,7 +37,9 @@ if __name__ == "__main__":
     from transformers import AutoConfig, AutoTokenizer
 
     from config import name_of
+    from engines import choose_engine
     from engines.hf import HFEngine
+    from engines.remote import RemoteEngine
     from envs import ENVS
     from losses import as_scalars, compute_loss, make_rl_loss, merge, summarize
     from monitor import Monitor
@@ -59,7 +61,7 @@ if __name__ == "__main__":
         fail(f"--runs-dir {config.runs_dir}: {error.strerror}")
     print("\n".join([*notes, config.words()]), flush=True)
 
-    # The model twice on one device: the engine samples, the policy trains. Both start from the same folder.
+    runner = asyncio.Runner()
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     dtype = getattr(
         torch, config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
@@ -71,6 +73,15 @@ if __name__ == "__main__":
         model_type = AutoConfig.from_pretrained(path).model_type
         renderer_name, reason = resolve_name(config.renderer, tokenizer, model_type)
         renderer = make_renderer(renderer_name, tokenizer, model_type)
+
+        # Models that are served elsewhere are asked first: what is wrong with them shows before anything heavy is loaded.
+        served: dict[tuple[str, str], RemoteEngine] = {}
+        for source in config.sources:
+            for flag, model, needs in source.algo.frozen_models():
+                client = served[model.name, model.base_url] = RemoteEngine(model, flag, renderer, config.seq_len)
+                print(runner.run(client.preflight(needs, config.seq_len)), flush=True)
+
+        # The model twice on one device, which take turns there: the engine samples, the policy trains.
         policy = Policy(
             path,
             OptimizerConfig.of(config),
@@ -79,16 +90,27 @@ if __name__ == "__main__":
             device,
             dtype,
             config.checkpoint_activations,
+            config.offload_optimizer,
         )
-        engine = HFEngine(path, device, dtype, max_context=config.seq_len)
+        engine_name, why = choose_engine(config.engine, device)
+        if engine_name == "vllm":
+            from engines.vllm import VLLMEngine
+
+            head = config.loss.score_centering_topk if getattr(config.loss, "score_centering", False) else 0
+            engine = VLLMEngine(path, device, dtype, config.seq_len, head, policy.moment_bytes, config.sleep_level)
+            why += f"; {engine.memory_share:.0%} of the GPU's memory while it samples" if engine.memory_share else ""
+        else:
+            engine = HFEngine(path, device, dtype, max_context=config.seq_len)
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         # Ours name their option; the others are what transformers raises for a folder that holds no whole model.
         fail(str(error) if str(error).startswith("--") else f"--model {config.model}: {error}")
     monitor = Monitor(run_dir, config.steps)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
-    monitor.note(f"model {path} on {device} in {dtype}; engine hf; renderer {renderer_name} ({reason}); run {run_dir}")
+    monitor.note(
+        f"model {path} on {device} in {dtype}; engine {engine_name} ({why}); renderer {renderer_name} ({reason}); run {run_dir}"
+    )
     try:
-        rollouts = Rollouts(config, engine, renderer, monitor)
+        rollouts = Rollouts(config, engine, renderer, monitor, connect=lambda model: served[model.name, model.base_url])
     except ValueError as error:
         fail(f"--env {name_of(ENVS, config.sources[0].env)}: {error}")
 
@@ -107,7 +129,7 @@ if __name__ == "__main__":
         return config.eval_every > 0 and (step % config.eval_every == 0 or step == config.steps)
 
     exit_code = 0
-    with contextlib.closing(monitor), asyncio.Runner() as runner:
+    with contextlib.closing(monitor), runner:
         try:
             try:
                 runner.run(rollouts.setup())
@@ -117,10 +139,15 @@ if __name__ == "__main__":
             if is_eval_step(0):
                 monitor.log(0, runner.run(rollouts.evaluate(0)))
 
+            ahead = None
             for step in range(1, config.steps + 1):
                 # Rollouts come from the engine; credit is assigned, and rollouts without a signal are dropped, in here.
-                branches, metrics = runner.run(rollouts.collect(step))
+                branches, metrics = ahead or runner.run(rollouts.collect(step))
+                # With overlap the next batch is sampled before this one changes the weights: the order of events of ranks
+                # that sample while others train.
+                ahead = runner.run(rollouts.collect(step + 1)) if config.overlap and step < config.steps else None
 
+                engine.sleep()
                 with monitor.phase("train"):
                     micro_batches, counts = pack(branches, config.seq_len, config.micro_batch_tokens)
                     summaries = []
@@ -142,7 +169,7 @@ if __name__ == "__main__":
                             f"step {step}: none of its rollouts carries a signal, so there is no optimizer step"
                         )
 
-                # One update per batch: the next rollouts come from the new weights.
+                # The engine wakes with the new weights; what is sampled from here on comes from them.
                 with monitor.phase("sync"):
                     engine.load_weights(policy.weights(), version=step)
 
@@ -161,6 +188,8 @@ if __name__ == "__main__":
         finally:
             with contextlib.suppress(Exception, KeyboardInterrupt):
                 runner.run(rollouts.close())
+                for client in served.values():
+                    runner.run(client.disconnect())
             engine.close()
     monitor.console.print(f"run written to {run_dir}", markup=False)
     raise SystemExit(exit_code)
