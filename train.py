@@ -112,7 +112,7 @@ if __name__ == "__main__":
     try:
         rollouts = Rollouts(config, engine, renderer, monitor, connect=lambda model: served[model.name, model.base_url])
     except ValueError as error:
-        fail(f"--env {name_of(ENVS, config.sources[0].env)}: {error}")
+        fail(str(error) if str(error).startswith("--") else f"--env {name_of(ENVS, config.sources[0].env)}: {error}")
 
     # Ctrl-C once finishes the step that is running; twice stops at once.
     stopping: list[int] = []
