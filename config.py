@@ -341,6 +341,7 @@ class Config(Run):
             require(
                 source.ratio > 0 and math.isfinite(source.ratio), "ratio", source.ratio, "must be a positive number"
             )
+            source.env.check()
             source.sampler.check()
             for gate in source.gates.values():
                 gate.check()

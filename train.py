@@ -25,7 +25,10 @@ if __name__ == "__main__":
     import asyncio
     import contextlib
     import os
+    import shutil
     import signal
+
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # until there is a run to end well
 
     # Waiting threads must not spin: beside one other busy process that made a step 15 times slower on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -63,6 +66,8 @@ if __name__ == "__main__":
 
     runner = asyncio.Runner()
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        fail(f"--device {config.device}: PyTorch {torch.__version__} sees no CUDA device; take --device cpu")
     dtype = getattr(
         torch, config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
     )
@@ -134,6 +139,7 @@ if __name__ == "__main__":
             try:
                 runner.run(rollouts.setup())
             except (ValueError, RunStopped) as error:
+                shutil.rmtree(run_dir)  # a run that never began leaves its name free
                 fail(str(error))
             engine.load_weights(policy.weights(), version=0)
             if is_eval_step(0):

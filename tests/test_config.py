@@ -285,3 +285,17 @@ def test_a_value_of_a_wrong_type_in_a_config_file_is_named(values, message, tmp_
         parse([str(file)])
     err = capsys.readouterr().err
     assert end.value.code == 2 and message in err and str(file) in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--env.max-words 0", "--env.max-words 0: must be at least 1"),
+        ("--env.num-tasks -1", "--env.num-tasks -1: must be at least 1"),
+        ("--env arithmetic --env.max-number 0", "--env.max-number 0: must be at least 1"),
+    ],
+)
+def test_an_environments_options_are_checked_before_the_run(flags, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(flags.split())
+    assert end.value.code == 2 and message in capsys.readouterr().err
