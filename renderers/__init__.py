@@ -100,6 +100,7 @@ if TYPE_CHECKING:
 
 RENDERERS = {
     "default": "renderers.default:Default",
+    "gpt-oss": "renderers.gpt_oss:GptOss",
     "qwen3": "renderers.qwen3:Qwen3",
 }
 
