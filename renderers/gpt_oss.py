@@ -107,6 +107,7 @@ class GptOss(Renderer):
     turn_start, generation_header, turn_end = "<|start|>", "assistant", "<|end|>"
     deviations: ClassVar = {
         "system": "the template writes a blank line after instructions, harmony does not",
+        "late system": "the template drops a system message that is not the first",
         "tools": "harmony's form of tool schemas",
         "calls": "past calls as the model samples them, results as harmony writes them",
     }
