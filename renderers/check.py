@@ -210,10 +210,12 @@ def template_ids(renderer: Renderer, one: Conversation) -> list[int]:
     )
 
 
-def sampled(renderer: Renderer, prompt: list[int], history: list[Message], reply: Message) -> list[int] | None:
+def sampled(
+    renderer: Renderer, prompt: list[int], history: list[Message], reply: Message, tools: list[dict] | None = TOOLS
+) -> list[int] | None:
     """`reply` as the model would have sampled it after the prompt: with its stop token, if the format writes one. None where
     the format writes a finished turn otherwise than a generation prompt begins it."""
-    whole = renderer.render_ids([*history, reply], TOOLS)
+    whole = renderer.render_ids([*history, reply], tools)
     if whole[: len(prompt)] != prompt:
         return None
     turn, stops = whole[len(prompt) :], set(renderer.stop_token_ids)
