@@ -86,7 +86,8 @@ where `<s>` and `</s>` are control tokens, is done in some thirty lines:
 5. `segments` cuts sampled ids at the format's markers; `split_reasoning` and `split_json_calls` read the usual forms.
 6. Hold it against the chat template token by token: a plain conversation, tools, reasoning in history, edge newlines, empty
    texts, control-token strings in text. Then bridge after every kind of ending: stop, no stop, stop and newline, open
-   reasoning.
+   reasoning. `python -m renderers.check MODEL --renderer path/to/file.py:Class` does most of it; where the family leaves
+   the template on purpose, say so in `deviations`.
 """
 
 import importlib
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
 
 RENDERERS = {
     "default": "renderers.default:Default",
+    "gpt-oss": "renderers.gpt_oss:GptOss",
     "qwen3": "renderers.qwen3:Qwen3",
 }
 
