@@ -5,7 +5,7 @@ never one that a text spells. A call that is cut off, malformed or of an unknown
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from renderers.base import Body, Segment, ToolCall, function_of, to_json
 
@@ -101,3 +101,58 @@ def unknown_tool(name: str, tools: Sequence[dict] | None) -> str | None:
     """Why a call of `name` is broken: it is none of the tools that were offered. None where it is, or none are known."""
     names = [function_of(tool).get("name", "") for tool in tools or []]
     return f"unknown tool {name!r}; there are: {', '.join(names)}" if names and name not in names else None
+
+
+def split_sectioned_calls(
+    segments: list[Segment],
+    markers: tuple[str, str, str, str, str],
+    read: Callable[[str, str], tuple[str, str, str]],
+    tools: Sequence[dict] | None,
+) -> tuple[str, list[ToolCall]]:
+    """(content, calls) of a turn whose calls stand in a section of their own: SECTION CALL head SEPARATOR body END ... CLOSE,
+    where `markers` are these five. `read` gives (name, id, JSON arguments) of a head and a body. A section without any call
+    stays in the content, spelled out."""
+    section, begin, separator, end, close = markers
+    texts, calls, at = [""], [], 0
+    while at < len(segments):
+        marker, text = segments[at]
+        at += 1
+        if marker == begin:
+            head, body, raw = text, "", text
+            if at < len(segments) and segments[at][0] == separator:
+                body = segments[at][1]
+                raw = head + separator + body
+                at += 1
+            closed = at < len(segments) and segments[at][0] == end
+            name, call_id, arguments = read(head, body)
+            call = ToolCall(name, arguments, call_id or f"call_{len(calls)}", raw)
+            calls.append(read_arguments(call, closed, tools))
+            if closed:
+                texts.append(segments[at][1])
+                at += 1
+        elif marker in (section, close):
+            texts.append(text)
+        else:
+            texts[-1] += marker + text
+    if not calls:
+        texts = [marker + text for marker, text in segments]
+    return join_content(texts, bool(calls)), calls
+
+
+def read_arguments(call: ToolCall, closed: bool, tools: Sequence[dict] | None) -> ToolCall:
+    """The call, whose arguments are JSON text as yet, with them read; marked broken, never raising, where they are no object."""
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError) as error:
+        call.error = f"not valid JSON: {error}" if closed else "the call is not closed"
+        return call
+    if not call.name:
+        call.error = "a call has a name"
+    elif not closed:
+        call.error = "the call is not closed"
+    elif not isinstance(arguments, dict):
+        call.error = "the arguments are not a JSON object"
+    else:
+        call.error = unknown_tool(call.name, tools)
+        call.arguments = arguments if call.error is None else call.arguments
+    return call
