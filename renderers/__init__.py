@@ -101,6 +101,9 @@ if TYPE_CHECKING:
 RENDERERS = {
     "default": "renderers.default:Default",
     "qwen3": "renderers.qwen3:Qwen3",
+    "deepseek-v3": "renderers.deepseek_v3:DeepSeekV3",
+    "kimi-k2": "renderers.kimi_k2:KimiK2",
+    "kimi-k2.5": "renderers.kimi_k2_5:KimiK25",
 }
 
 
