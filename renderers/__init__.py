@@ -107,6 +107,9 @@ RENDERERS = {
     "qwen3-vl": "renderers.qwen3_vl:Qwen3VL",
     "qwen3.5": "renderers.qwen3_5:Qwen35",
     "nemotron-3": "renderers.nemotron_3:Nemotron3",
+    "deepseek-v3": "renderers.deepseek_v3:DeepSeekV3",
+    "kimi-k2": "renderers.kimi_k2:KimiK2",
+    "kimi-k2.5": "renderers.kimi_k2_5:KimiK25",
 }
 
 

@@ -321,7 +321,9 @@ class Renderer:
         """What follows the generation header in the prompt's last turn; None where that is no open assistant turn."""
         start = self.token_id(self.turn_start)
         at = next((at for at in range(len(prompt) - 1, -1, -1) if prompt[at] == start), None)
-        header = [id_ for id_, _ in self._encode(self.generation_header)]
+        writer = self.writer()
+        writer.write(-1, "assistant", self.generation_header)
+        header = writer.finish().token_ids
         if at is None or list(prompt[at + 1 : at + 1 + len(header)]) != header:
             return None
         tail = list(prompt[at + 1 + len(header) :])

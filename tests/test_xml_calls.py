@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from renderers.turns import read_xml_call, typed_value, write_xml_call
+from renderers.xml_calls import read_xml_call, typed_value, write_xml_call
 
 PROPERTIES = {
     "text": {"type": "string"},
