@@ -26,7 +26,7 @@ from functools import partial
 from typing import ClassVar
 
 from renderers.base import Body, Message, ParsedResponse, Plain, Rendered, Renderer, Writer, as_list, text_of, to_json
-from renderers.turns import JSON_CALL, split_json_calls, split_reasoning, write_json_call
+from renderers.turns import JSON_CALL, split_inline, split_json_calls, split_reasoning, write_json_call
 
 TOOLS_BEFORE = """# Tools
 
@@ -138,13 +138,3 @@ def is_query(message: Message) -> bool:
     """Whether a message is a user's query, on raw text: a tool result that a user turn carries is none."""
     text = text_of(message)
     return message["role"] == "user" and not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
-
-
-def split_inline(message: Message, text: str) -> tuple[str, str]:
-    """(reasoning, content) of an assistant message, whose reasoning may also stand in its content."""
-    if isinstance(message.get("reasoning_content"), str):
-        return message["reasoning_content"], text
-    if "</think>" not in text:
-        return "", text
-    reasoning = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
-    return reasoning, text.split("</think>")[-1].lstrip("\n")

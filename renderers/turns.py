@@ -5,9 +5,21 @@ never one that a text spells. A call that is cut off, malformed or of an unknown
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from renderers.base import Body, Segment, ToolCall, function_of, to_json
+from renderers.base import Body, Message, Segment, ToolCall, function_of, to_json
+
+
+def split_inline(message: Message, text: str, strip: Callable[[str, str], str] = str.lstrip) -> tuple[str, str]:
+    """(reasoning, content) of an assistant message, whose reasoning may also stand in its content. `strip` takes the
+    newlines off a content that follows such reasoning."""
+    if isinstance(message.get("reasoning_content"), str):
+        return message["reasoning_content"], text
+    if "</think>" not in text:
+        return "", text
+    reasoning = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+    return reasoning, strip(text.split("</think>")[-1], "\n")
 
 
 def split_reasoning(
@@ -34,6 +46,33 @@ def split_reasoning(
     return reasoning.strip("\n") or None, stop < len(markers), segments[:start] + after
 
 
+def split_calls(
+    segments: list[Segment], tags: tuple[str, str], inner: Sequence[str] = ()
+) -> tuple[list[str], list[tuple[list[Segment], bool]]]:
+    """(texts before, between and after the calls, per call: its segments and whether it was closed).
+
+    A call is cut at the `inner` markers only; whatever else stands in it is text.
+    """
+    opening, closing = tags
+    texts, calls, inside = [""], [], False
+    for marker, text in segments:
+        if marker == opening:
+            calls.append(([("", text)], False))
+            inside = True
+        elif marker == closing and inside:
+            calls[-1] = (calls[-1][0], True)
+            texts.append(text)
+            inside = False
+        elif inside and marker in inner:
+            calls[-1][0].append((marker, text))
+        elif inside:
+            before, start = calls[-1][0].pop()
+            calls[-1][0].append((before, start + marker + text))
+        else:
+            texts[-1] += marker + text
+    return texts, calls
+
+
 JSON_CALL = ("<tool_call>", "</tool_call>")
 
 
@@ -54,16 +93,10 @@ def write_json_call(call: dict) -> list[str]:
 
 def split_json_calls(segments: list[Segment], tools: Sequence[dict] | None) -> tuple[str, list[ToolCall]]:
     """(content, calls) of segments cut at JSON_CALL. Text around the calls stays content, newlines before them do not."""
-    opening, closing = JSON_CALL
-    texts, calls = [""], []
-    for at, (marker, text) in enumerate(segments):
-        if marker == opening:
-            closed = at + 1 < len(segments) and segments[at + 1][0] == closing
-            calls.append(read_json_call(text, closed, tools, f"call_{len(calls)}"))
-        elif marker == closing and segments[at - 1][0] == opening:
-            texts.append(text)
-        else:
-            texts[-1] += marker + text
+    texts, bodies = split_calls(segments, JSON_CALL)
+    calls = [
+        read_json_call(body[0][1], closed, tools, f"call_{number}") for number, (body, closed) in enumerate(bodies)
+    ]
     return join_content(texts, bool(calls)), calls
 
 
@@ -101,3 +134,59 @@ def unknown_tool(name: str, tools: Sequence[dict] | None) -> str | None:
     """Why a call of `name` is broken: it is none of the tools that were offered. None where it is, or none are known."""
     names = [function_of(tool).get("name", "") for tool in tools or []]
     return f"unknown tool {name!r}; there are: {', '.join(names)}" if names and name not in names else None
+
+
+def arguments_of(call: dict) -> dict[str, Any]:
+    """The arguments of a call in a message, which may be a dict or, as OpenAI's clients write it, a JSON string. Raises
+    ValueError for anything else: formats that write one argument after the other can only hold an object."""
+    function = function_of(call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"the arguments of a call of {function['name']} are not valid JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of a call of {function['name']} are not a JSON object: {arguments!r}")
+    return arguments
+
+
+def argument_text(value: Any) -> str:
+    """An argument as the tagged formats write it: a string as it is, everything else as JSON."""
+    return value if isinstance(value, str) else to_json(value)
+
+
+def argument_schemas(name: str, tools: Sequence[dict] | None) -> dict[str, Any]:
+    """The JSON schemas of a tool's arguments by their names; none where the tool, or its schema, is not known."""
+    for tool in tools or []:
+        function = function_of(tool)
+        if function.get("name") == name:
+            return (function.get("parameters") or {}).get("properties") or {}
+    return {}
+
+
+JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+def convert_argument(text: str, schema: Any) -> Any:
+    """The value that `argument_text` wrote: JSON, or a string where the schema says so.
+
+    The text itself stays where there is no schema, and where it is no JSON. If a string is one of several types, the text
+    becomes JSON only if it reads as one of the others.
+    """
+    if not isinstance(schema, dict):
+        return text
+    types: set[str] = set()
+    for one in (schema, *(schema.get("anyOf") or []), *(schema.get("oneOf") or [])):
+        kind = one.get("type") or []
+        types |= {kind} if isinstance(kind, str) else set(kind)
+        types |= {JSON_TYPES.get(type(value), "null") for value in one.get("enum") or []}
+    if types == {"string"}:
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    kind = JSON_TYPES.get(type(value), "null")
+    fits = kind != "string" and (kind in types or (kind == "integer" and "number" in types))
+    return text if "string" in types and not fits else value
