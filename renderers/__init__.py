@@ -82,7 +82,8 @@ where `<s>` and `</s>` are control tokens, is done in some thirty lines:
    else that came from outside (schemas, names) in `Plain`: those are always ordinary characters.
 2. `write_turns` serves `render` and `bridge` alike; in a bridge it gets the new messages alone, with no assistant among them.
 3. Thinking: set `thinking_tags`, and say in `strips_history` when the template would drop what stands in the prompt.
-4. Formats that close turns otherwise (the stop token opens the next turn, say) write their own `close_turn`.
+4. Formats that close turns otherwise write their own `close_turn`. Where the stop token opens the next turn, it tells the
+   writer to `skip` what was sampled.
 5. `segments` cuts sampled ids at the format's markers; `split_reasoning` and `split_json_calls` read the usual forms.
 6. Hold it against the chat template token by token: a plain conversation, tools, reasoning in history, edge newlines, empty
    texts, control-token strings in text. Then bridge after every kind of ending: stop, no stop, stop and newline, open
@@ -101,6 +102,9 @@ if TYPE_CHECKING:
 RENDERERS = {
     "default": "renderers.default:Default",
     "qwen3": "renderers.qwen3:Qwen3",
+    "glm-4.5": "renderers.glm_4_5:GLM45",
+    "glm-5": "renderers.glm_5:GLM5",
+    "minimax-m2": "renderers.minimax_m2:MiniMaxM2",
 }
 
 
