@@ -98,6 +98,7 @@ class Writer:
         self._renderer = renderer
         self._rendered = Rendered()
         self._run: list[tuple[str, int, str, bool]] = []  # text, message index, role, is_content
+        self.skip = ""  # how the format's next part begins, where that was sampled already: it is left out
 
     def write(self, index: int, role: str, *parts: str) -> None:
         """Appends parts that belong to message `index` (-1: to none) of `role`."""
@@ -105,6 +106,7 @@ class Writer:
             if isinstance(part, Body | Plain):
                 self._run.append((part, index, role, isinstance(part, Body)))
                 continue
+            part, self.skip = part.removeprefix(self.skip), ""
             for _, text, token_id in _cut(self._renderer._control, part):
                 if token_id is None:
                     self._run.append((text, index, role, False))

@@ -34,7 +34,7 @@ from renderers.base import (
     text_of,
     to_json,
 )
-from renderers.turns import split_sectioned_calls
+from renderers.turns import is_broken, split_sectioned_calls
 
 CALLS = (
     "<｜tool▁calls▁begin｜>",
@@ -153,7 +153,7 @@ class DeepSeekV3(Renderer):
 
 def write_call(call: dict) -> list[str]:
     """Parts of one call; a broken one as the model wrote it."""
-    if call.get("error") is not None and "raw" in call:
+    if is_broken(call):
         head, marker, body = call["raw"].partition("<｜tool▁sep｜>")
         return ["<｜tool▁call▁begin｜>", Body(head), marker, Body(body), "<｜tool▁call▁end｜>"]
     function = function_of(call)

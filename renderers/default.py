@@ -38,7 +38,7 @@ from renderers.base import (
     function_of,
     text_of,
 )
-from renderers.turns import TOOL_CALL, read_calls, read_json_call, split_reasoning
+from renderers.turns import TOOL_CALL, is_broken, read_calls, read_json_call, split_reasoning
 
 QUESTION, ANSWER = "Is the sky blue?", "Yes, on most days."
 USER = {"role": "user", "content": QUESTION}
@@ -335,7 +335,7 @@ def _for_template(message: Message) -> Message:
     """A message as templates expect it: text for content, arguments as objects, a broken call as the text that it was."""
     message, calls, text = dict(message), [], text_of(message)
     for call in message.pop("tool_calls", None) or []:
-        if call.get("error") is not None:
+        if is_broken(call):
             text += f"\n{TOOL_CALL[0]}{call['raw']}{TOOL_CALL[1]}"
             continue
         function = dict(function_of(call))

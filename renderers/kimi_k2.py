@@ -37,7 +37,7 @@ from renderers.base import (
     text_of,
     to_json,
 )
-from renderers.turns import split_sectioned_calls
+from renderers.turns import is_broken, split_sectioned_calls
 
 OPENERS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}  # all others: <|im_system|>
 TAG = re.compile("(<think>|</think>)")
@@ -139,7 +139,7 @@ class KimiK2(Renderer):
 
 def write_call(call: dict, count: int) -> list[str]:
     """Parts of one call, with the id that it came with; a broken one as the model wrote it."""
-    if call.get("error") is not None and "raw" in call:
+    if is_broken(call):
         call_id, marker, arguments = call["raw"].partition("<|tool_call_argument_begin|>")
     else:
         function, marker = function_of(call), "<|tool_call_argument_begin|>"
