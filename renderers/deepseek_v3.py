@@ -19,7 +19,7 @@ is written and ended as above. The template also leaves outputs open when a user
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from renderers.base import (
     Body,
@@ -56,6 +56,7 @@ class DeepSeekV3(Renderer):
         *CALLS,
         *OUTPUTS,
     )
+    deviations: ClassVar = {"calls": "the template loses calls beside a text, and does not end a turn of one call"}
     stop_tokens = ("<｜end▁of▁sentence｜>",)
     turn_start, turn_end = "<｜Assistant｜>", "<｜end▁of▁sentence｜>"
 

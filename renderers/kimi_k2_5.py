@@ -41,6 +41,9 @@ class KimiK25(KimiK2):
 
     name = "kimi-k2.5"
     options: ClassVar = Renderer.options | {"thinking": None}
+    deviations: ClassVar = {
+        "tools": "the template is handed the declarations in TypeScript by the tokenizer's own code"
+    }
     model_types = ("kimi_k25", "kimi_k2", "deepseek_v3")
     control_tokens = (*KimiK2.control_tokens, "<think>", "</think>")
     thinking_tags = ("<think>", "</think>")

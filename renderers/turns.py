@@ -246,10 +246,10 @@ def convert_argument(text: str, schema: object) -> object:
         value = PYTHON_WORDS[text] if text in PYTHON_WORDS else json.loads(text)
     except (ValueError, RecursionError):
         return text
-    if "string" in types and value is not None:
-        return text
     kind = JSON_TYPES[type(value)]
-    fits = not types or kind in types or (kind in ("integer", "number") and types & {"integer", "number"})
+    if kind == "string" and "string" in types:
+        return text
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
     return value if fits else text
 
 
