@@ -135,6 +135,10 @@ class Run:
     """who samples: vllm, or hf = embedded decode loop; auto takes vllm on CUDA and hf on the CPU"""
     renderer: str = "auto"
     """how messages become tokens: a family's name, default (chat template), auto (by tokenizer and model type)"""
+    renderer_args: dict[str, Any] = field(default_factory=dict)
+    """options of the renderer, e.g. --renderer-args thinking=false"""
+    thinking_retention: Literal["all", "template"] = "all"
+    """reasoning of past turns: all = keep it, one sequence a conversation; template = do as the chat template"""
     device: str = "auto"
     """cpu, cuda, cuda:1; auto takes CUDA where it is there"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -542,6 +546,7 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
     return config, notes + [f"warning: {warning}" for warning in warnings]
 
 
+WORDS = {"true": True, "false": False, "none": None}
 TABLES = tyro.constructors.ConstructorRegistry()
 
 
@@ -555,6 +560,8 @@ def _table(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Primi
     def parse_value(text: str) -> Any:
         if value_type is float:
             return float(text)
+        if text.lower() in WORDS:
+            return WORDS[text.lower()]
         try:
             return json.loads(text)
         except json.JSONDecodeError:

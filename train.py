@@ -77,7 +77,8 @@ if __name__ == "__main__":
         tokenizer = AutoTokenizer.from_pretrained(path)
         model_type = AutoConfig.from_pretrained(path).model_type
         renderer_name, reason = resolve_name(config.renderer, tokenizer, model_type)
-        renderer = make_renderer(renderer_name, tokenizer, model_type)
+        options = {"thinking_retention": config.thinking_retention} | config.renderer_args
+        renderer = make_renderer(renderer_name, tokenizer, model_type, **options)
 
         # Models that are served elsewhere are asked first: what is wrong with them shows before anything heavy is loaded.
         served: dict[tuple[str, str], RemoteEngine] = {}

@@ -160,10 +160,12 @@ class Renderer:
         self.tokenizer = tokenizer
         for option, value in options.items():
             if option not in self.options:
-                raise ValueError(f"renderer {self.name} has no option {option!r}; it has {', '.join(self.options)}")
+                raise ValueError(
+                    f"--renderer-args {option}={value}: {self.name} has no such option; it has {', '.join(self.options)}"
+                )
             allowed = self.choices.get(option)
             if allowed is not None and not any(value == one and type(value) is type(one) for one in allowed):
-                raise ValueError(f"renderer {self.name}: {option} is one of {allowed}, not {value!r}")
+                raise ValueError(f"--renderer-args {option}={value}: for {self.name} it is one of {allowed}")
         for option, default in self.options.items():
             setattr(self, option, options.get(option, default))
 
