@@ -152,7 +152,11 @@ if __name__ == "__main__":
                 branches, metrics = ahead or runner.run(rollouts.collect(step))
                 # With overlap the next batch is sampled before this one changes the weights: the order of events of ranks
                 # that sample while others train.
-                ahead = runner.run(rollouts.collect(step + 1)) if config.overlap and step < config.steps else None
+                ahead = (
+                    runner.run(rollouts.collect(step + 1))
+                    if config.overlap and step < config.steps and not stopping
+                    else None
+                )
 
                 engine.sleep()
                 with monitor.phase("train"):
