@@ -1,6 +1,6 @@
 """SFT: cross-entropy on what a served model samples, on reverse-text.
 
-    python -m vllm.entrypoints.openai.api_server --model models/tiny-teacher --served-model-name tiny-teacher \\
+    VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model models/tiny-teacher --served-model-name tiny-teacher \\
         --dtype float32 --enforce-eager --port 8001
     python train.py configs/sft_tiny.py
 
