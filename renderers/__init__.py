@@ -46,9 +46,9 @@ that family's; everything else goes to `default`, which wraps the chat template 
 template that the prefix is kept. `resolve_name` says which and why. A name can be given outright (fine-tunes under a changed
 model type), and an import path loads a renderer from elsewhere: `module:Class` or `path/to/file.py:Class`.
 
-Options have one name in all families: `thinking` (None: the template's default; True; False) and `thinking_retention` ("all",
-"template"). A family refuses what it does not have. `default` can only go by its template: it keeps history where the
-template does, under both settings.
+Options have one name in all families: `thinking` (None: the template's default; True; False), `thinking_retention` ("all",
+"template") and `clear_thinking` (False: `render` writes past reasoning that the template would clear). A family refuses
+what it does not have. `default` can only go by its template: it keeps history where the template does, under both settings.
 
 How to write one
 ----------------
@@ -83,7 +83,8 @@ where `<s>` and `</s>` are control tokens, is done in some thirty lines:
 2. `write_turns` serves `render` and `bridge` alike; in a bridge it gets the new messages alone, with no assistant among them.
 3. Thinking: set `thinking_tags`, and say in `strips_history` when the template would drop what stands in the prompt.
 4. Formats that close turns otherwise (the stop token opens the next turn, say) write their own `close_turn`.
-5. `segments` cuts sampled ids at the format's markers; `split_reasoning` and `split_json_calls` read the usual forms.
+5. `segments` cuts sampled ids at the format's markers; `split_reasoning`, `split_json_calls` and `split_xml_calls` read
+   the usual forms.
 6. Hold it against the chat template token by token: a plain conversation, tools, reasoning in history, edge newlines, empty
    texts, control-token strings in text. Then bridge after every kind of ending: stop, no stop, stop and newline, open
    reasoning.
@@ -101,6 +102,9 @@ if TYPE_CHECKING:
 RENDERERS = {
     "default": "renderers.default:Default",
     "qwen3": "renderers.qwen3:Qwen3",
+    "qwen3-vl": "renderers.qwen3_vl:Qwen3VL",
+    "qwen3.5": "renderers.qwen3_5:Qwen35",
+    "nemotron-3": "renderers.nemotron_3:Nemotron3",
 }
 
 

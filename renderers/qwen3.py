@@ -26,7 +26,7 @@ from functools import partial
 from typing import ClassVar
 
 from renderers.base import Body, Message, ParsedResponse, Plain, Rendered, Renderer, Writer, as_list, text_of, to_json
-from renderers.turns import JSON_CALL, split_json_calls, split_reasoning, write_json_call
+from renderers.turns import JSON_CALL, split_json_calls, split_reasoning, tool_response, write_json_call
 
 TOOLS_BEFORE = """# Tools
 
@@ -66,17 +66,8 @@ class Qwen3(Renderer):
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None, add_generation_prompt: bool = False
     ) -> Rendered:
         writer = self.writer()
-        has_system = bool(messages) and messages[0]["role"] == "system"
-        if tools:
-            system = partial(writer.write, 0 if has_system else -1, "system")
-            system("<|im_start|>system\n")
-            if has_system:
-                system(Body(text_of(messages[0])), "\n\n")
-            system(TOOLS_BEFORE)
-            for tool in tools:
-                system("\n", Plain(to_json(tool)))
-            system(TOOLS_AFTER, "<|im_end|>\n")
-        self.write_turns(writer, messages, first=1 if tools and has_system else 0)
+        first = write_tools(writer, messages, tools)
+        self.write_turns(writer, messages, first)
         if add_generation_prompt:
             self.write_generation_prompt(writer)
         return writer.finish()
@@ -99,12 +90,8 @@ class Qwen3(Renderer):
                 for number, call in enumerate(message.get("tool_calls") or []):
                     write("\n" if text or number else "", *write_json_call(call))
                 write("<|im_end|>\n")
-            elif role == "tool":  # consecutive results share one turn
-                if index == 0 or messages[index - 1]["role"] != "tool":
-                    write("<|im_start|>user")
-                write("\n<tool_response>\n", Body(text), "\n</tool_response>")
-                if index == last or messages[index + 1]["role"] != "tool":
-                    write("<|im_end|>\n")
+            elif role == "tool":
+                write(*tool_response(messages, index, Body(text)))
             else:
                 raise ValueError(f"qwen3 has no role {role!r}: it has system, user, assistant and tool")
 
@@ -132,6 +119,22 @@ class Qwen3(Renderer):
             return self.token_id("<think>") in prompt or self.token_id("<think>") in completion
         turn = (self.open_turn(prompt) or []) + list(completion)
         return self.token_id("<think>") in turn and self.parse_response(turn).reasoning_content is None
+
+
+def write_tools(writer: Writer, messages: Sequence[Message], tools: Sequence[dict] | None) -> int:
+    """Writes the system turn that offers tools, if there are any; returns how many messages it holds (0 or 1)."""
+    if not tools:
+        return 0
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    write = partial(writer.write, 0 if has_system else -1, "system")
+    write("<|im_start|>system\n")
+    if has_system:
+        write(Body(text_of(messages[0])), "\n\n")
+    write(TOOLS_BEFORE)
+    for tool in tools:
+        write("\n", Plain(to_json(tool)))
+    write(TOOLS_AFTER, "<|im_end|>\n")
+    return int(has_system)
 
 
 def is_query(message: Message) -> bool:

@@ -23,7 +23,7 @@ needs_data = pytest.mark.skipif(
 )
 
 # The templates' switches, and our option for each.
-OPTIONS = {"enable_thinking": "thinking", "thinking": "thinking"}
+OPTIONS = {"enable_thinking": "thinking", "thinking": "thinking", "truncate_history_thinking": "clear_thinking"}
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
