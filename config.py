@@ -10,6 +10,7 @@ refused, and `--help` shows just what applies. Nothing heavy is imported here.
 
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
+import typeguard
 import tyro
 
 from algos import ALGORITHMS, AlgorithmConfig
@@ -133,6 +135,10 @@ class Run:
     """who samples: vllm, or hf = embedded decode loop; auto takes vllm on CUDA and hf on the CPU"""
     renderer: str = "auto"
     """how messages become tokens: a family's name, default (chat template), auto (by tokenizer and model type)"""
+    renderer_args: dict[str, Any] = field(default_factory=dict)
+    """options of the renderer, e.g. --renderer-args thinking=false"""
+    thinking_retention: Literal["all", "template"] = "all"
+    """reasoning of past turns: all = keep it, one sequence a conversation; template = do as the chat template"""
     device: str = "auto"
     """cpu, cuda, cuda:1; auto takes CUDA where it is there"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -244,6 +250,8 @@ class Config(Run):
         def own(given: AlgorithmConfig | dict[str, Any] | None) -> AlgorithmConfig:
             return given if isinstance(given, AlgorithmConfig) else dataclasses.replace(default, **given or {})
 
+        if not all(isinstance(source, Source) for source in self.sources):
+            raise ValueError(f"sources {self.sources}: must be a list of Source(...)")
         self.sources = [dataclasses.replace(source, algo=own(source.algo)) for source in self.sources]
 
     def resolved(self) -> "Config":
@@ -254,8 +262,21 @@ class Config(Run):
         name = f"{name_of(ALGORITHMS, first.algo)}-{name_of(ENVS, first.env)}-{model}-{time.strftime('%m%d-%H%M%S')}"
         return dataclasses.replace(self, **filled, name=self.name or name)
 
+    def check_types(self) -> None:
+        """Raise ValueError for a value of a wrong type, which the command line could not say but a config file can."""
+        _check_types(self)
+        name_of(LOSSES, self.loss)
+        _check_types(self.loss, "loss.")
+        for source in self.sources:
+            _check_types(source)
+            _check_types(source.env, "env.")
+            _check_types(source.algo)
+            for kind, classes in SOURCE_CHOICES.items():
+                name_of(classes, getattr(source, kind))
+
     def check(self) -> list[str]:
         """Raise ValueError, naming option and value, for what can not work; return warnings."""
+        self.check_types()
         least = {
             "steps": 0,
             "batch_size": 1,
@@ -324,6 +345,7 @@ class Config(Run):
             require(
                 source.ratio > 0 and math.isfinite(source.ratio), "ratio", source.ratio, "must be a positive number"
             )
+            source.env.check()
             source.sampler.check()
             for gate in source.gates.values():
                 gate.check()
@@ -390,7 +412,10 @@ def name_of(classes: dict[str, type], config: Any) -> str:
     for name in classes:
         if config_class(classes, name) is type(config):
             return name
-    raise ValueError(f"{type(config).__name__} is not listed; known are {', '.join(classes)}")
+    found = type(config).__name__
+    folder = next(iter(classes.values())).__module__.split(".")[0]
+    own = f"; one of your own needs a line in {folder}/__init__.py" if folder in ("algos", "envs") else ""
+    raise ValueError(f"{found} is not listed: known are {', '.join(classes)}{own}")
 
 
 def _named(classes: dict[str, type], config: Any) -> dict[str, Any]:
@@ -413,6 +438,21 @@ def _build(kind: Any, value: Any) -> Any:
     if get_origin(kind) is dict:
         return {name: _build(get_args(kind)[1], item) for name, item in value.items()}
     return value
+
+
+def _check_types(config: Any, prefix: str = "") -> None:
+    """Raise ValueError for the first field, nested ones included, whose value is not of its annotated type."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if not isinstance(f.type, str):  # an annotation that was not evaluated says nothing here
+            try:
+                typeguard.check_type(value, f.type)
+            except typeguard.TypeCheckError:
+                literal = get_origin(f.type) is Literal
+                words = " or ".join(map(repr, get_args(f.type))) if literal else inspect.formatannotation(f.type)
+                require(False, prefix + f.name, repr(value), f"must be {words}")
+        if dataclasses.is_dataclass(f.type):
+            _check_types(value, f"{prefix}{f.name}.")
 
 
 def option(name: str) -> str:
@@ -506,6 +546,7 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
     return config, notes + [f"warning: {warning}" for warning in warnings]
 
 
+WORDS = {"true": True, "false": False, "none": None}
 TABLES = tyro.constructors.ConstructorRegistry()
 
 
@@ -519,6 +560,8 @@ def _table(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Primi
     def parse_value(text: str) -> Any:
         if value_type is float:
             return float(text)
+        if text.lower() in WORDS:
+            return WORDS[text.lower()]
         try:
             return json.loads(text)
         except json.JSONDecodeError:
@@ -549,12 +592,16 @@ def read_config_file(path: str) -> Config:
         line = _line_in(error, path)
         fail(f"{path}{line}: {type(error).__name__}: {error}")
     config = found.get("config")
-    if isinstance(config, Config) and not config.sources:
-        fail(f"{path}: sources must hold at least one Source")
     if not isinstance(config, Config):
         fail(
             f"{path}: must define `config = Config(...)`, found {'no `config`' if config is None else type(config).__name__}"
         )
+    if not config.sources:
+        fail(f"{path}: sources must hold at least one Source")
+    try:
+        config.check_types()
+    except ValueError as error:
+        fail(f"{path}: {error}")
     return config
 
 

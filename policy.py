@@ -285,7 +285,7 @@ class Policy:
             for ids in sequences
         ])  # fmt: skip
         difference = (packed[0] - alone).abs().max().item()
-        if not difference < 1e-3:
+        if not difference < 1e-3 / min(1.0, self.model.temperature):
             raise ValueError(
                 f"{type(self.model.lm).__name__}: log-probs of packed sequences differ from those of each alone by {difference:.2g}; "
                 "this architecture's attention or head needs a forward pass of its own in policy.TokenLogprobs"

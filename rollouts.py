@@ -166,6 +166,7 @@ class Rollouts:
             stop_token_ids=tuple(renderer.stop_token_ids),
             top_logprobs=config.loss.score_centering_topk if getattr(config.loss, "score_centering", False) else 0,
         )
+        engine.check(self.sampling)
         self._fruitless: Counter[str] = Counter()  # rollouts since the last one that could be trained on, by reason
         self._empty_rounds = 0
         self._last_error = ""

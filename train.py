@@ -25,7 +25,10 @@ if __name__ == "__main__":
     import asyncio
     import contextlib
     import os
+    import shutil
     import signal
+
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # until there is a run to end well
 
     # Waiting threads must not spin: beside one other busy process that made a step 15 times slower on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -63,6 +66,8 @@ if __name__ == "__main__":
 
     runner = asyncio.Runner()
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        fail(f"--device {config.device}: PyTorch {torch.__version__} sees no CUDA device; take --device cpu")
     dtype = getattr(
         torch, config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
     )
@@ -72,7 +77,8 @@ if __name__ == "__main__":
         tokenizer = AutoTokenizer.from_pretrained(path)
         model_type = AutoConfig.from_pretrained(path).model_type
         renderer_name, reason = resolve_name(config.renderer, tokenizer, model_type)
-        renderer = make_renderer(renderer_name, tokenizer, model_type)
+        options = {"thinking_retention": config.thinking_retention} | config.renderer_args
+        renderer = make_renderer(renderer_name, tokenizer, model_type, **options)
 
         # Models that are served elsewhere are asked first: what is wrong with them shows before anything heavy is loaded.
         served: dict[tuple[str, str], RemoteEngine] = {}
@@ -112,7 +118,7 @@ if __name__ == "__main__":
     try:
         rollouts = Rollouts(config, engine, renderer, monitor, connect=lambda model: served[model.name, model.base_url])
     except ValueError as error:
-        fail(f"--env {name_of(ENVS, config.sources[0].env)}: {error}")
+        fail(str(error) if str(error).startswith("--") else f"--env {name_of(ENVS, config.sources[0].env)}: {error}")
 
     # Ctrl-C once finishes the step that is running; twice stops at once.
     stopping: list[int] = []
@@ -134,6 +140,7 @@ if __name__ == "__main__":
             try:
                 runner.run(rollouts.setup())
             except (ValueError, RunStopped) as error:
+                shutil.rmtree(run_dir)  # a run that never began leaves its name free
                 fail(str(error))
             engine.load_weights(policy.weights(), version=0)
             if is_eval_step(0):
@@ -145,7 +152,11 @@ if __name__ == "__main__":
                 branches, metrics = ahead or runner.run(rollouts.collect(step))
                 # With overlap the next batch is sampled before this one changes the weights: the order of events of ranks
                 # that sample while others train.
-                ahead = runner.run(rollouts.collect(step + 1)) if config.overlap and step < config.steps else None
+                ahead = (
+                    runner.run(rollouts.collect(step + 1))
+                    if config.overlap and step < config.steps and not stopping
+                    else None
+                )
 
                 engine.sleep()
                 with monitor.phase("train"):

@@ -100,6 +100,9 @@ class Engine:
         self._live: Counter[Hashable] = Counter()
         self._outside: Counter[Hashable] = Counter()
 
+    def check(self, sampling: Sampling) -> None:
+        """Raise ValueError, naming the option, for a sampling that the engine can not do exactly."""
+
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion. Raises ValueError where the prompt leaves no room in the context."""
         raise TypeError(f"{type(self).__name__} does not sample")

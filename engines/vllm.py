@@ -104,13 +104,17 @@ class VLLMEngine(Engine):
             except (NotImplementedError, RuntimeError) as error:
                 raise ValueError(f"--engine vllm: {error}") from error
 
+    def check(self, sampling: Sampling) -> None:
+        """Raise ValueError for a temperature that vLLM refuses or would change."""
+        if sampling.temperature != 0 and not 0.01 <= sampling.temperature <= 2:
+            raise ValueError(f"--temperature {sampling.temperature:g}: vLLM takes 0, or 0.01 to 2")
+
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion (see `Engine.generate`). Raises ValueError for a temperature that vLLM would change."""
+        """Sample one completion (see `Engine.generate`)."""
         from vllm import SamplingParams
 
         self._admit(prompt_ids)
-        if 0 < sampling.temperature < 0.01:
-            raise ValueError(f"--temperature {sampling.temperature:g}: vLLM takes 0, or at least 0.01")
+        self.check(sampling)
         # Two more than the head: one to tell ties at its border, and one in place of the sampled token.
         candidates = min(sampling.top_logprobs + 2, self._vocabulary) if sampling.top_logprobs else 0
         params = SamplingParams(

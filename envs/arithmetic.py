@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from envs.base import Agent, Env, user
+from envs.base import Agent, Env, require_at_least, user
 from traces import Task
 
 
@@ -14,6 +14,10 @@ class Arithmetic(Env):
     """a + b with 0 <= a, b <= max_number; reward 1 if the last number of the reply is the sum, else 0."""
 
     max_number: int = 99
+
+    def check(self) -> None:
+        """Refuse a range of one number: a single pair can not be split."""
+        require_at_least(self, max_number=1)
 
     def tasks(self, split: Literal["train", "eval"]) -> list[Task]:
         """All pairs in a fixed random order: every tenth is held out."""

@@ -85,6 +85,17 @@ class Env:
         """The tasks of a split, in a fixed order; a list, or an endless iterator. No task of one stands in the other."""
         return []
 
+    def check(self) -> None:
+        """Raise ValueError, naming the option, for values that can not work."""
+
     async def play(self, task: Task, *agents: Agent) -> None:
         """Play one episode with one agent for each name in `agents`, and set the reward of their traces."""
         raise TypeError(f"{type(self).__name__} does not say how it is played")
+
+
+def require_at_least(env: Env, **least: int) -> None:
+    """Raise ValueError for the first of these options of an environment that is smaller."""
+    for name, minimum in least.items():
+        value = getattr(env, name)
+        if value < minimum:
+            raise ValueError(f"--env.{name.replace('_', '-')} {value}: must be at least {minimum}")

@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Literal
 
-from envs.base import Agent, Env, user
+from envs.base import Agent, Env, require_at_least, user
 from traces import Task
 
 
@@ -17,6 +17,10 @@ class ReverseText(Env):
     max_words: int = 3
     max_letters: int = 5
     num_tasks: int = 4096
+
+    def check(self) -> None:
+        """Refuse texts of nothing, and no texts."""
+        require_at_least(self, max_words=1, max_letters=1, num_tasks=1)
 
     def tasks(self, split: Literal["train", "eval"]) -> list[Task]:
         """Distinct texts; a checksum of the text decides which split it belongs to."""

@@ -82,12 +82,14 @@ where `<s>` and `</s>` are control tokens, is done in some thirty lines:
    else that came from outside (schemas, names) in `Plain`: those are always ordinary characters.
 2. `write_turns` serves `render` and `bridge` alike; in a bridge it gets the new messages alone, with no assistant among them.
 3. Thinking: set `thinking_tags`, and say in `strips_history` when the template would drop what stands in the prompt.
-4. Formats that close turns otherwise (the stop token opens the next turn, say) write their own `close_turn`.
-5. `segments` cuts sampled ids at the format's markers; `split_reasoning`, `split_json_calls` and `split_xml_calls` read
-   the usual forms.
+4. Formats that close turns otherwise write their own `close_turn`. Where the stop token opens the next turn, it tells the
+   writer to `skip` what was sampled.
+5. `segments` cuts sampled ids at the format's markers; `split_reasoning` and `read_calls` in `turns` read the usual forms,
+   `xml_calls` those without JSON.
 6. Hold it against the chat template token by token: a plain conversation, tools, reasoning in history, edge newlines, empty
    texts, control-token strings in text. Then bridge after every kind of ending: stop, no stop, stop and newline, open
-   reasoning.
+   reasoning. `python -m renderers.check MODEL --renderer path/to/file.py:Class` does most of it; where the family leaves
+   the template on purpose, say so in `deviations`.
 """
 
 import importlib
@@ -104,7 +106,14 @@ RENDERERS = {
     "qwen3": "renderers.qwen3:Qwen3",
     "qwen3-vl": "renderers.qwen3_vl:Qwen3VL",
     "qwen3.5": "renderers.qwen3_5:Qwen35",
+    "glm-4.5": "renderers.glm_4_5:GLM45",
+    "glm-5": "renderers.glm_5:GLM5",
+    "minimax-m2": "renderers.minimax_m2:MiniMaxM2",
+    "deepseek-v3": "renderers.deepseek_v3:DeepSeekV3",
+    "kimi-k2": "renderers.kimi_k2:KimiK2",
+    "kimi-k2.5": "renderers.kimi_k2_5:KimiK25",
     "nemotron-3": "renderers.nemotron_3:Nemotron3",
+    "gpt-oss": "renderers.gpt_oss:GptOss",
 }
 
 

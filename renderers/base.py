@@ -98,6 +98,7 @@ class Writer:
         self._renderer = renderer
         self._rendered = Rendered()
         self._run: list[tuple[str, int, str, bool]] = []  # text, message index, role, is_content
+        self.skip = ""  # how the format's next part begins, where that was sampled already: it is left out
 
     def write(self, index: int, role: str, *parts: str) -> None:
         """Appends parts that belong to message `index` (-1: to none) of `role`."""
@@ -105,6 +106,7 @@ class Writer:
             if isinstance(part, Body | Plain):
                 self._run.append((part, index, role, isinstance(part, Body)))
                 continue
+            part, self.skip = part.removeprefix(self.skip), ""
             for _, text, token_id in _cut(self._renderer._control, part):
                 if token_id is None:
                     self._run.append((text, index, role, False))
@@ -150,15 +152,20 @@ class Renderer:
     turn_end: ClassVar[str] = ""  # written where no stop token was sampled
     after_turn: ClassVar[str] = ""  # text that the template writes after turn_end
     thinking_tags: ClassVar[tuple[str, str] | None] = None
+    # Where the family leaves its checkpoint's template on purpose, and why: `renderers.check` compares no conversation with
+    # such a feature (system, late system, tools, calls, reasoning) with the template.
+    deviations: ClassVar[dict[str, str]] = {}
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
         self.tokenizer = tokenizer
         for option, value in options.items():
             if option not in self.options:
-                raise ValueError(f"renderer {self.name} has no option {option!r}; it has {', '.join(self.options)}")
+                raise ValueError(
+                    f"--renderer-args {option}={value}: {self.name} has no such option; it has {', '.join(self.options)}"
+                )
             allowed = self.choices.get(option)
             if allowed is not None and not any(value == one and type(value) is type(one) for one in allowed):
-                raise ValueError(f"renderer {self.name}: {option} is one of {allowed}, not {value!r}")
+                raise ValueError(f"--renderer-args {option}={value}: for {self.name} it is one of {allowed}")
         for option, default in self.options.items():
             setattr(self, option, options.get(option, default))
 
@@ -318,7 +325,9 @@ class Renderer:
         """What follows the generation header in the prompt's last turn; None where that is no open assistant turn."""
         start = self.token_id(self.turn_start)
         at = next((at for at in range(len(prompt) - 1, -1, -1) if prompt[at] == start), None)
-        header = [id_ for id_, _ in self._encode(self.generation_header)]
+        writer = self.writer()
+        writer.write(-1, "assistant", self.generation_header)
+        header = writer.finish().token_ids
         if at is None or list(prompt[at + 1 : at + 1 + len(header)]) != header:
             return None
         tail = list(prompt[at + 1 + len(header) :])

@@ -38,7 +38,7 @@ from renderers.base import (
     function_of,
     text_of,
 )
-from renderers.turns import JSON_CALL, split_json_calls, split_reasoning
+from renderers.turns import TOOL_CALL, is_broken, read_calls, read_json_call, split_reasoning
 
 QUESTION, ANSWER = "Is the sky blue?", "Yes, on most days."
 USER = {"role": "user", "content": QUESTION}
@@ -173,15 +173,15 @@ class Default(Renderer):
         """Reads reasoning and JSON calls only where the template knows them (</think>, <tool_call>); all else is content."""
         turn, _ = self.cut_at_stop(as_list(completion_ids))
         thinks = self.thinking_tags[1] in self._template
-        calls_json = JSON_CALL[0] in self._template and "<function=" not in self._template
-        segments = self.segments(turn, (self.thinking_tags if thinks else ()) + (JSON_CALL if calls_json else ()))
+        calls_json = TOOL_CALL[0] in self._template and "<function=" not in self._template
+        segments = self.segments(turn, (self.thinking_tags if thinks else ()) + (TOOL_CALL if calls_json else ()))
         reasoning, complete = None, True
         if thinks:
             opening = self._generation_prompt
             prompted = prompt_ids is not None and opening and as_list(prompt_ids)[-len(opening) :] == opening
             opened = prompted and self.segments(opening, self.thinking_tags)[-1][0] == self.thinking_tags[0]
             reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, bool(opened))
-        content, calls = split_json_calls(segments, tools)
+        content, calls = read_calls(segments, tools, read_json_call)
         return ParsedResponse(content, reasoning, calls, complete)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[dict] | None, generation: bool = False) -> str:
@@ -335,8 +335,8 @@ def _for_template(message: Message) -> Message:
     """A message as templates expect it: text for content, arguments as objects, a broken call as the text that it was."""
     message, calls, text = dict(message), [], text_of(message)
     for call in message.pop("tool_calls", None) or []:
-        if call.get("error") is not None:
-            text += f"\n{JSON_CALL[0]}{call['raw']}{JSON_CALL[1]}"
+        if is_broken(call):
+            text += f"\n{TOOL_CALL[0]}{call['raw']}{TOOL_CALL[1]}"
             continue
         function = dict(function_of(call))
         if isinstance(function.get("arguments"), str):

@@ -52,7 +52,8 @@ from renderers.base import (
     text_of,
     to_json,
 )
-from renderers.turns import XML_CALL, split_reasoning, split_xml_calls, write_xml_call, xml_tools, xml_value
+from renderers.turns import TOOL_CALL, read_calls, split_reasoning
+from renderers.xml_calls import read_xml_call, write_xml_call, xml_tools, xml_value
 
 
 class Nemotron3(Renderer):
@@ -119,9 +120,9 @@ class Nemotron3(Renderer):
     ) -> ParsedResponse:
         turn, _ = self.cut_at_stop(as_list(completion_ids))
         tail = self.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
-        segments = self.segments(turn, (*self.thinking_tags, *XML_CALL))
+        segments = self.segments(turn, (*self.thinking_tags, *TOOL_CALL))
         reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, self.in_thinking(tail or []))
-        content, calls = split_xml_calls(segments, tools)
+        content, calls = read_calls(segments, tools, read_xml_call)
         return ParsedResponse(content, reasoning, calls, complete)
 
     def strips_history(self, prompt: Sequence[int], completion: Sequence[int], new_messages: Sequence[Message]) -> bool:

@@ -26,7 +26,15 @@ from functools import partial
 from typing import ClassVar
 
 from renderers.base import Body, Message, ParsedResponse, Plain, Rendered, Renderer, Writer, as_list, text_of, to_json
-from renderers.turns import JSON_CALL, split_json_calls, split_reasoning, tool_response, write_json_call
+from renderers.turns import (
+    TOOL_CALL,
+    read_calls,
+    read_json_call,
+    split_inline,
+    split_reasoning,
+    tool_response,
+    write_json_call,
+)
 
 TOOLS_BEFORE = """# Tools
 
@@ -108,9 +116,9 @@ class Qwen3(Renderer):
     ) -> ParsedResponse:
         turn, _ = self.cut_at_stop(as_list(completion_ids))
         tail = self.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
-        segments = self.segments(turn, (*self.thinking_tags, *JSON_CALL))
+        segments = self.segments(turn, (*self.thinking_tags, *TOOL_CALL))
         reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, self.in_thinking(tail or []))
-        content, calls = split_json_calls(segments, tools)
+        content, calls = read_calls(segments, tools, read_json_call)
         return ParsedResponse(content, reasoning, calls, complete)
 
     def strips_history(self, prompt: Sequence[int], completion: Sequence[int], new_messages: Sequence[Message]) -> bool:
@@ -141,13 +149,3 @@ def is_query(message: Message) -> bool:
     """Whether a message is a user's query, on raw text: a tool result that a user turn carries is none."""
     text = text_of(message)
     return message["role"] == "user" and not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
-
-
-def split_inline(message: Message, text: str) -> tuple[str, str]:
-    """(reasoning, content) of an assistant message, whose reasoning may also stand in its content."""
-    if isinstance(message.get("reasoning_content"), str):
-        return message["reasoning_content"], text
-    if "</think>" not in text:
-        return "", text
-    reasoning = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
-    return reasoning, text.split("</think>")[-1].lstrip("\n")

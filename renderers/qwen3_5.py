@@ -39,9 +39,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from renderers.base import Body, Message, ParsedResponse, Rendered, Renderer, Writer, as_list, text_of, to_json
-from renderers.qwen3 import split_inline
 from renderers.qwen3_vl import parts_of
-from renderers.turns import XML_CALL, split_reasoning, split_xml_calls, tool_response, write_xml_call, xml_tools
+from renderers.turns import TOOL_CALL, read_calls, split_inline, split_reasoning, tool_response
+from renderers.xml_calls import read_xml_call, write_xml_call, xml_tools
 
 
 class Qwen35(Renderer):
@@ -131,9 +131,9 @@ class Qwen35(Renderer):
     ) -> ParsedResponse:
         turn, _ = self.cut_at_stop(as_list(completion_ids))
         tail = self.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
-        segments = self.segments(turn, (*self.thinking_tags, *XML_CALL))
+        segments = self.segments(turn, (*self.thinking_tags, *TOOL_CALL))
         reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, self.in_thinking(tail or []))
-        content, calls = split_xml_calls(segments, tools)
+        content, calls = read_calls(segments, tools, read_xml_call)
         return ParsedResponse(content, reasoning, calls, complete)
 
     def strips_history(self, prompt: Sequence[int], completion: Sequence[int], new_messages: Sequence[Message]) -> bool:

@@ -24,7 +24,7 @@ from functools import partial
 
 from renderers.base import Body, Message, ParsedResponse, Rendered, Renderer, Writer, as_list, text_of
 from renderers.qwen3 import write_tools
-from renderers.turns import JSON_CALL, split_json_calls, tool_response, write_json_call
+from renderers.turns import TOOL_CALL, read_calls, read_json_call, tool_response, write_json_call
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -82,7 +82,7 @@ class Qwen3VL(Renderer):
         tools: Sequence[dict] | None = None,
     ) -> ParsedResponse:
         turn, _ = self.cut_at_stop(as_list(completion_ids))
-        content, calls = split_json_calls(self.segments(turn, JSON_CALL), tools)
+        content, calls = read_calls(self.segments(turn, TOOL_CALL), tools, read_json_call)
         return ParsedResponse(content, tool_calls=calls)
 
 

@@ -5,11 +5,21 @@ never one that a text spells. A call that is cut off, malformed or of an unknown
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from renderers.base import Body, Message, Plain, Segment, ToolCall, function_of, to_json
+from renderers.base import Body, Message, Segment, ToolCall, function_of, to_json
+
+
+def split_inline(message: Message, text: str, strip: Callable[[str, str], str] = str.lstrip) -> tuple[str, str]:
+    """(reasoning, content) of an assistant message, whose reasoning may also stand in its content. `strip` takes the
+    newlines off a content that follows such reasoning."""
+    if isinstance(message.get("reasoning_content"), str):
+        return message["reasoning_content"], text
+    if "</think>" not in text:
+        return "", text
+    reasoning = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+    return reasoning, strip(text.split("</think>")[-1], "\n")
 
 
 def split_reasoning(
@@ -36,7 +46,54 @@ def split_reasoning(
     return reasoning.strip("\n") or None, stop < len(markers), segments[:start] + after
 
 
-JSON_CALL = ("<tool_call>", "</tool_call>")
+TOOL_CALL = ("<tool_call>", "</tool_call>")
+
+
+def split_calls(
+    segments: list[Segment], tags: tuple[str, str], inner: Sequence[str] = ()
+) -> tuple[list[str], list[tuple[list[Segment], bool]]]:
+    """(texts before, between and after the calls, per call: its segments and whether it was closed).
+
+    A call is cut at the `inner` markers only; whatever else stands in it is text.
+    """
+    opening, closing = tags
+    texts, calls, inside = [""], [], False
+    for marker, text in segments:
+        if marker == opening:
+            calls.append(([("", text)], False))
+            inside = True
+        elif marker == closing and inside:
+            calls[-1] = (calls[-1][0], True)
+            texts.append(text)
+            inside = False
+        elif inside and marker in inner:
+            calls[-1][0].append((marker, text))
+        elif inside:
+            before, start = calls[-1][0].pop()
+            calls[-1][0].append((before, start + marker + text))
+        else:
+            texts[-1] += marker + text
+    return texts, calls
+
+
+def read_calls(
+    segments: list[Segment],
+    tools: Sequence[dict] | None,
+    read: Callable[[str, bool, Sequence[dict] | None, str], ToolCall],
+) -> tuple[str, list[ToolCall]]:
+    """(content, calls) of segments cut at TOOL_CALL. `read` takes the text of a call, whether it was closed, the tools and
+    the call's id."""
+    texts, bodies = split_calls(segments, TOOL_CALL)
+    calls = [read(body[0][1], closed, tools, f"call_{number}") for number, (body, closed) in enumerate(bodies)]
+    return join_content(texts, bool(calls)), calls
+
+
+def join_content(texts: list[str], has_calls: bool) -> str:
+    """The content of a turn from its text before, between and after the calls."""
+    if not has_calls:
+        return "".join(texts).lstrip("\n")
+    rest = [text.strip("\n") for text in texts[1:] if text.strip()]
+    return "\n".join([text for text in [texts[0].strip("\n")] if text] + rest)
 
 
 def is_broken(call: dict) -> bool:
@@ -57,41 +114,6 @@ def write_json_call(call: dict) -> list[str]:
         Body(arguments if isinstance(arguments, str) else to_json(arguments)),
         "}\n</tool_call>",
     ]
-
-
-def split_json_calls(segments: list[Segment], tools: Sequence[dict] | None) -> tuple[str, list[ToolCall]]:
-    """(content, calls) of segments cut at JSON_CALL."""
-    return split_calls(segments, tools, read_json_call)
-
-
-def split_calls(
-    segments: list[Segment],
-    tools: Sequence[dict] | None,
-    read: Callable[[str, bool, Sequence[dict] | None, str], ToolCall],
-) -> tuple[str, list[ToolCall]]:
-    """(content, calls) of segments cut at the tags of calls. Text around the calls stays content, newlines before them do not.
-
-    `read` takes the text of a call, whether it was closed, the tools and the call's id.
-    """
-    opening, closing = JSON_CALL
-    texts, calls = [""], []
-    for at, (marker, text) in enumerate(segments):
-        if marker == opening:
-            closed = at + 1 < len(segments) and segments[at + 1][0] == closing
-            calls.append(read(text, closed, tools, f"call_{len(calls)}"))
-        elif marker == closing and segments[at - 1][0] == opening:
-            texts.append(text)
-        else:
-            texts[-1] += marker + text
-    return join_content(texts, bool(calls)), calls
-
-
-def join_content(texts: list[str], has_calls: bool) -> str:
-    """The content of a turn from its text before, between and after the calls."""
-    if not has_calls:
-        return "".join(texts).lstrip("\n")
-    rest = [text.strip("\n") for text in texts[1:] if text.strip()]
-    return "\n".join([text for text in [texts[0].strip("\n")] if text] + rest)
 
 
 def read_json_call(raw: str, closed: bool, tools: Sequence[dict] | None, call_id: str) -> ToolCall:
@@ -116,119 +138,91 @@ def read_json_call(raw: str, closed: bool, tools: Sequence[dict] | None, call_id
     return call
 
 
+def split_sectioned_calls(
+    segments: list[Segment],
+    markers: tuple[str, str, str, str, str],
+    read: Callable[[str, str], tuple[str, str, str]],
+    tools: Sequence[dict] | None,
+) -> tuple[str, list[ToolCall]]:
+    """(content, calls) of a turn whose calls stand in a section of their own: SECTION CALL head SEPARATOR body END ... CLOSE,
+    where `markers` are these five. `read` gives (name, id, JSON arguments) of a head and a body. A section without any call
+    stays in the content, spelled out."""
+    section, begin, separator, end, close = markers
+    texts, calls, at = [""], [], 0
+    while at < len(segments):
+        marker, text = segments[at]
+        at += 1
+        if marker == begin:
+            head, body, raw = text, "", text
+            if at < len(segments) and segments[at][0] == separator:
+                body = segments[at][1]
+                raw = head + separator + body
+                at += 1
+            closed = at < len(segments) and segments[at][0] == end
+            name, call_id, arguments = read(head, body)
+            call = ToolCall(name, arguments, call_id or f"call_{len(calls)}", raw)
+            calls.append(read_arguments(call, closed, tools))
+            if closed:
+                texts.append(segments[at][1])
+                at += 1
+        elif marker in (section, close):
+            texts.append(text)
+        else:
+            texts[-1] += marker + text
+    if not calls:
+        texts = [marker + text for marker, text in segments]
+    return join_content(texts, bool(calls)), calls
+
+
+def read_arguments(call: ToolCall, closed: bool, tools: Sequence[dict] | None) -> ToolCall:
+    """The call, whose arguments are JSON text as yet, with them read; marked broken, never raising, where they are no object."""
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError) as error:
+        call.error = f"not valid JSON: {error}" if closed else "the call is not closed"
+        return call
+    if not call.name:
+        call.error = "a call has a name"
+    elif not closed:
+        call.error = "the call is not closed"
+    elif not isinstance(arguments, dict):
+        call.error = "the arguments are not a JSON object"
+    else:
+        call.error = unknown_tool(call.name, tools)
+        call.arguments = arguments if call.error is None else call.arguments
+    return call
+
+
 def unknown_tool(name: str, tools: Sequence[dict] | None) -> str | None:
     """Why a call of `name` is broken: it is none of the tools that were offered. None where it is, or none are known."""
     names = [function_of(tool).get("name", "") for tool in tools or []]
     return f"unknown tool {name!r}; there are: {', '.join(names)}" if names and name not in names else None
 
 
-XML_TOOLS_BEFORE = """# Tools
-
-You have access to the following functions:
-
-<tools>"""
-
-XML_TOOLS_AFTER = """
-</tools>
-
-If you choose to call a function ONLY reply in the following format with NO suffix:
-
-<tool_call>
-<function=example_function_name>
-<parameter=example_parameter_1>
-value_1
-</parameter>
-<parameter=example_parameter_2>
-This is the value for the second parameter
-that can span
-multiple lines
-</parameter>
-</function>
-</tool_call>
-
-<IMPORTANT>
-Reminder:
-- Function calls MUST follow the specified format: an inner <function=...></function> block must be nested within \
-<tool_call></tool_call> XML tags
-- Required parameters MUST be specified
-- You may provide optional reasoning for your function call in natural language BEFORE the function call, but NOT after
-- If there is no function call available, answer the question like normal with your current knowledge and do not tell \
-the user about function calls
-</IMPORTANT>"""
-
-XML_CALL = JSON_CALL
-XML_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
-# A value ends at a closing tag that another parameter or the end of the call follows: it may hold the tag's characters.
-XML_PARAMETER = re.compile(
-    r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))",
-    re.DOTALL,
-)
-
-
-def xml_tools(descriptions: Iterable[str]) -> list[str]:
-    """Parts of the block that offers tools to be called in XML; how one is described is the family's."""
-    return [XML_TOOLS_BEFORE, *(part for text in descriptions for part in ("\n", Plain(text))), XML_TOOLS_AFTER]
-
-
-def write_xml_call(call: dict) -> list[str]:
-    """Parts of one call in the form `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...`; a broken one as the
-    model wrote it. Raises ValueError for arguments that are no object."""
-    if is_broken(call):
-        return ["<tool_call>", Body(call["raw"]), "</tool_call>"]
+def arguments_of(call: dict) -> dict[str, Any]:
+    """The arguments of a call in a message, which may be a dict or, as OpenAI's clients write it, a JSON string. Raises
+    ValueError for anything else: formats that write one argument after the other can only hold an object."""
     function = function_of(call)
-    parts = ["<tool_call>\n<function=", Body(function["name"]), ">\n"]
-    for key, value in arguments_of(function).items():
-        parts += ["<parameter=", Body(key), ">\n", Body(xml_value(value)), "\n</parameter>\n"]
-    return [*parts, "</function>\n</tool_call>"]
-
-
-def arguments_of(function: dict) -> dict:
-    """The arguments of a call, which OpenAI's form holds as a JSON string. Raises ValueError where they are no object."""
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
+        try:
             arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"the arguments of a call of {function['name']} are not valid JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise ValueError(f"arguments of the call of {function['name']} are no object: {arguments!r}")
+        raise ValueError(f"the arguments of a call of {function['name']} are not a JSON object: {arguments!r}")
     return arguments
 
 
-def xml_value(value: object) -> str:
-    """A value as the templates write it in XML: JSON for what has parts, else Python's text (`True`, `None`)."""
-    return to_json(value) if isinstance(value, dict | list | tuple) else str(value)
+def argument_text(value: Any) -> str:
+    """An argument as the tagged formats write it: a string as it is, everything else as JSON."""
+    return value if isinstance(value, str) else to_json(value)
 
 
-def split_xml_calls(segments: list[Segment], tools: Sequence[dict] | None) -> tuple[str, list[ToolCall]]:
-    """(content, calls) of segments cut at XML_CALL."""
-    return split_calls(segments, tools, read_xml_call)
-
-
-def read_xml_call(raw: str, closed: bool, tools: Sequence[dict] | None, call_id: str) -> ToolCall:
-    """One call written as XML; marked broken, never raising, where it is anything else."""
-    call = ToolCall("", raw, call_id, raw)
-    function = XML_FUNCTION.fullmatch(raw)
-    if not closed or function is None:
-        call.error = "not a call in the form <function=NAME>...</function>" if closed else "the call is not closed"
-        return call
-    call.name, body = function[1], function[2].rstrip()
-    schema = parameters_of(call.name, tools)
-    arguments, at = {}, 0
-    while at < len(body):
-        parameter = XML_PARAMETER.match(body, at)
-        if parameter is None:
-            call.error = "the arguments are not in the form <parameter=KEY>VALUE</parameter>"
-            return call
-        key, text = parameter.groups()
-        arguments[key] = typed_value(text, schema.get(key))
-        at = parameter.end()
-    call.error = unknown_tool(call.name, tools)
-    call.arguments = arguments if call.error is None else raw
-    return call
-
-
-def parameters_of(name: str, tools: Sequence[dict] | None) -> dict:
-    """The schemas of a tool's parameters by name; empty where they are not known."""
-    for function in map(function_of, tools or []):
+def argument_schemas(name: str, tools: Sequence[dict] | None) -> dict[str, Any]:
+    """The JSON schemas of a tool's arguments by their names; none where the tool, or its schema, is not known."""
+    for tool in tools or []:
+        function = function_of(tool)
         if function.get("name") == name:
             return (function.get("parameters") or {}).get("properties") or {}
     return {}
@@ -239,21 +233,24 @@ JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", t
 JSON_TYPES |= {list: "array", dict: "object"}
 
 
-def typed_value(text: str, schema: object) -> object:
+def convert_argument(text: str, schema: object) -> object:
     """An argument that is written without quotes, read by its schema.
 
-    It becomes a number, a boolean, an object ... only where the schema asks for that and the text is one; all other text
+    It becomes a number, a boolean, an object ... only where the schema allows that and the text is one; all other text
     (that of a string, above all) stays as it was written, and without a schema everything does.
     """
+    if not isinstance(schema, dict):
+        return text
     types = declared_types(schema)
     try:
         value = PYTHON_WORDS[text] if text in PYTHON_WORDS else json.loads(text)
     except (ValueError, RecursionError):
         return text
-    if "string" in types and value is not None:
-        return text
     kind = JSON_TYPES[type(value)]
-    return value if kind in types or (kind in ("integer", "number") and types & {"integer", "number"}) else text
+    if kind == "string" and "string" in types:
+        return text
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return value if fits else text
 
 
 def declared_types(schema: object) -> set[str]:

@@ -257,3 +257,45 @@ def test_a_model_folder_without_a_model_and_a_runs_folder_that_is_a_file(tmp_pat
         assert result.returncode == 2 and f"{option} {path}: " in result.stderr, result.stderr
         assert "Traceback" not in result.stderr + result.stdout
     assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("schedule='nope'", "--schedule 'nope': must be 'linear' or 'cosine' or 'constant'"),
+        ("engine='fast'", "--engine 'fast'"),
+        ("steps='3'", "--steps '3': must be int"),
+        ("betas=[1]", "--betas [1]"),
+        ("loss=3", "int is not listed: known are ipo"),
+        ("loss=IPO(eps='a')", "--loss.eps 'a': must be float"),
+        ("sources=[3]", "must be a list of Source"),
+        ("sources=[Source(env=ENVS['reverse-text'](max_words='a'))]", "--env.max-words 'a': must be int"),
+        ("sources=[Source(env=ENVS['reverse-text'])]", "--env <class"),
+        ("sources=[Source(env=Mine())]", "Mine is not listed: known are reverse-text, arithmetic"),
+        ("sources=[Source(env=ENVS['reverse-text'](), group_size=2.5)]", "--group-size 2.5: must be int"),
+        ("sources=[Source(env=ENVS['reverse-text'](), algo={'loss_aggregation': 'x'})]", "--loss-aggregation 'x'"),
+        ("sources=[Source(env=ENVS['reverse-text'](), gates={'a': 1})]", "--gates {'a': 1}"),
+        ("sources=[Source(env=ENVS['reverse-text'](), sampler=1)]", "int is not listed: known are standard"),
+    ],
+)
+def test_a_value_of_a_wrong_type_in_a_config_file_is_named(values, message, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(f"from config import *\n\nclass Mine(Env):\n    pass\n\nconfig = Config({values})")
+    with pytest.raises(SystemExit) as end:
+        parse([str(file)])
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and message in err and str(file) in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--env.max-words 0", "--env.max-words 0: must be at least 1"),
+        ("--env.num-tasks -1", "--env.num-tasks -1: must be at least 1"),
+        ("--env arithmetic --env.max-number 0", "--env.max-number 0: must be at least 1"),
+    ],
+)
+def test_an_environments_options_are_checked_before_the_run(flags, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(flags.split())
+    assert end.value.code == 2 and message in capsys.readouterr().err

@@ -16,6 +16,7 @@ from engines.base import Sampling
 from engines.remote import RemoteEngine
 from make_tiny import make_tokenizer
 from renderers import make_renderer
+from tests.test_train import start
 
 RENDERER = make_renderer("qwen3", make_tokenizer(), "qwen3")
 END = RENDERER.stop_token_ids[0]
@@ -428,3 +429,59 @@ def test_the_key_goes_to_the_server_and_nowhere_else(served, monkeypatch, capsys
     with pytest.raises(RuntimeError, match="set MY_KEY") as later:
         run(client(served, api_key_env="MY_KEY").score([5, 6]))
     assert "sk-secret" not in str(error.value) + str(later.value) + repr(engine.model) + "".join(capsys.readouterr())
+
+
+# In a run.
+
+
+def start_opd(served, folder, *flags):
+    arguments = ["--algo", "opd", "--teacher.name", "teacher", "--teacher.base-url", served.url, "--seq-len", 128]
+    sizes = ["--batch-size", 16, "--max-new-tokens", 8, "--eval-every", 0, "--runs-dir", folder, "--name", "run"]
+    return start(*arguments, *sizes, "--teacher.retries", 0, *flags)
+
+
+def wait_for(condition, process, seconds=60):
+    end = time.time() + seconds
+    while not condition():
+        assert process.poll() is None and time.time() < end, process.communicate()
+        time.sleep(0.05)
+
+
+def rows(folder):
+    path = folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in open(path)] if path.exists() else []
+
+
+def test_a_run_outlives_its_teacher_and_goes_on_when_it_is_back(served, tmp_path):
+    process = start_opd(served, tmp_path, "--steps", 8, "--max-empty-steps", 1000)
+    wait_for(lambda: len(rows(tmp_path)) >= 2, process)
+    served.answers["completions"] = lambda body, number: "reset"
+    asked = len(served.asked)
+    wait_for(lambda: len(served.asked) > asked + 40, process)
+    served.answers.clear()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == list(range(1, 9))
+    assert sum(row["rollouts/errored"] for row in found) >= 40
+    assert all(row["rollouts/finished"] - row["rollouts/errored"] >= 16 for row in found), "every batch is full"
+    assert "after 1 tries: Connection error" in out + err
+
+
+def test_a_teacher_that_stays_away_stops_the_run_with_a_clear_message(served, tmp_path):
+    process = start_opd(served, tmp_path, "--steps", 50, "--max-empty-steps", 3)
+    wait_for(lambda: len(rows(tmp_path)) >= 1, process)
+    served.answers["completions"] = lambda body, number: (500, "oops")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert (
+        "--max-empty-steps 3" in out + err and "16 errored" in out + err and "teacher at http://127.0.0.1" in out + err
+    )
+
+
+def test_a_wrong_teacher_is_told_before_the_student_loads(served, tmp_path):
+    served.answers["/tokenize"] = other_tokens
+    process = start_opd(served, tmp_path)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err.startswith("train.py: --teacher.name teacher: its tokenizer")
+    assert not (tmp_path / "run").exists()

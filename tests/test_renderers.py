@@ -676,7 +676,7 @@ def test_custom_by_import_path(tmp_path):
 def test_an_option_that_a_family_lacks_is_refused():
     with pytest.raises(ValueError, match="reasoning_effort.*thinking_retention, thinking"):
         make_renderer("qwen3", TINY, reasoning_effort="low")
-    with pytest.raises(ValueError, match="thinking_retention is one of"):
+    with pytest.raises(ValueError, match="thinking_retention=some: for qwen3 it is one of"):
         make_renderer("qwen3", TINY, thinking_retention="some")
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from renderers.turns import read_xml_call, typed_value, write_xml_call
+from renderers.turns import convert_argument
+from renderers.xml_calls import read_xml_call, write_xml_call
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -60,7 +61,7 @@ def test_a_call_that_was_written_is_read_back(arguments):
     ],
 )
 def test_a_value_is_read_by_its_schema_or_stays_text(text, schema, value):
-    read = typed_value(text, schema)
+    read = convert_argument(text, schema)
     assert read == value and type(read) is type(value)
 
 

@@ -1,0 +1,27 @@
+"""OPSD: the policy, shown the answer, teaches itself without it, on reverse-text.
+
+    python train.py configs/opsd_tiny.py
+
+Starts from models/tiny/opsd, which answers rightly behind a demonstration and mostly wrongly without. Costs a minute on two
+CPU cores. Expect (measured) loss/ref_kl, the gap between the log-probs with and without the demonstration on tasks that the
+run has not seen before, from 2.2 to about 0.5, and a held-out reward from 0.48 to 0.87.
+
+The teacher is the policy itself, so what it learns changes the teacher too: with twice this learning rate the gap falls
+to 0.5 in 8 steps, then opens again to 2, and the reward falls back to 0.75.
+"""
+
+from pathlib import Path
+
+from algos.opsd import OPSDConfig
+from config import Config, Source
+from envs.reverse_text import ReverseText
+
+config = Config(
+    model=str(Path(__file__).parent.parent / "models" / "tiny" / "opsd"),
+    sources=[Source(env=ReverseText(), algo=OPSDConfig(demo_key="answer"))],
+    steps=20,
+    lr=2e-4,
+    batch_size=128,
+    max_new_tokens=64,
+    eval_every=5,
+)
