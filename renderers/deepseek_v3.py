@@ -32,9 +32,8 @@ from renderers.base import (
     as_list,
     function_of,
     text_of,
-    to_json,
 )
-from renderers.turns import is_broken, split_sectioned_calls
+from renderers.turns import is_broken, split_sectioned_calls, text_or_json
 
 CALLS = (
     "<｜tool▁calls▁begin｜>",
@@ -158,14 +157,13 @@ def write_call(call: dict) -> list[str]:
         head, marker, body = call["raw"].partition("<｜tool▁sep｜>")
         return ["<｜tool▁call▁begin｜>", Body(head), marker, Body(body), "<｜tool▁call▁end｜>"]
     function = function_of(call)
-    arguments = function.get("arguments", {})
     return [
         "<｜tool▁call▁begin｜>",
         Plain(call.get("type") or "function"),
         "<｜tool▁sep｜>",
         Body(function["name"]),
         "\n```json\n",
-        Body(arguments if isinstance(arguments, str) else to_json(arguments)),
+        Body(text_or_json(function.get("arguments", {}))),
         "\n```<｜tool▁call▁end｜>",
     ]
 

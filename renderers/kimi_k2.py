@@ -35,9 +35,8 @@ from renderers.base import (
     as_list,
     function_of,
     text_of,
-    to_json,
 )
-from renderers.turns import is_broken, split_sectioned_calls
+from renderers.turns import is_broken, split_sectioned_calls, text_or_json
 
 OPENERS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}  # all others: <|im_system|>
 TAG = re.compile("(<think>|</think>)")
@@ -144,8 +143,7 @@ def write_call(call: dict, count: int) -> list[str]:
     else:
         function, marker = function_of(call), "<|tool_call_argument_begin|>"
         call_id, arguments = call.get("id") or f"functions.{function['name']}:{count}", function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else to_json(arguments)
-    return ["<|tool_call_begin|>", Body(call_id), marker, Body(text), "<|tool_call_end|>"]
+    return ["<|tool_call_begin|>", Body(call_id), marker, Body(text_or_json(arguments)), "<|tool_call_end|>"]
 
 
 def read_call(head: str, body: str) -> tuple[str, str, str]:

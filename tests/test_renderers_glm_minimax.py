@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 
 from renderers import make_renderer, resolve_name
-from renderers.turns import argument_text, convert_argument
+from renderers.turns import convert_argument, text_or_json
 from tests.test_renderers import (
     DATA,
     WEATHER,
@@ -208,7 +208,7 @@ def test_calls_are_read_as_they_were_written(family, several):
     ids = renderer.render_ids([user("q"), assistant("x", tool_calls=[call("look", one) for one in several])])
     parsed = renderer.parse_response(ids[len(renderer.render_ids([user("q")])) :])
     assert [(c.name, c.arguments, c.error) for c in parsed.tool_calls] == [
-        ("look", {key: argument_text(value) for key, value in one.items()}, None) for one in several
+        ("look", {key: text_or_json(value) for key, value in one.items()}, None) for one in several
     ]
 
 
