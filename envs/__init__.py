@@ -2,11 +2,13 @@
 
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
+from envs.calculator import Calculator
 from envs.reverse_text import ReverseText
 
 ENVS: dict[str, type[Env]] = {
     "reverse-text": ReverseText,
     "arithmetic": Arithmetic,
+    "calculator": Calculator,
 }
 
 __all__ = ["ENVS", "Agent", "Env"]

@@ -125,9 +125,11 @@ def resolve_name(name: str, tokenizer: Any, model_type: str | None = None) -> tu
     if name == "auto":
         families = {family: _load(path) for family, path in RENDERERS.items()}
         typed = [family for family, renderer in families.items() if model_type in renderer.model_types]
-        for family in typed:
-            if families[family].fits(tokenizer, model_type):
-                return family, f"model type {model_type} with the control tokens of {family}"
+        fitting = [family for family in typed if families[family].fits(tokenizer, model_type)]
+        if len(fitting) == 1:
+            return fitting[0], f"model type {model_type} with the control tokens of {fitting[0]}"
+        if fitting:  # only a chat template could tell them apart, and there is none
+            return "default", f"model type {model_type} may be {' or '.join(fitting)}: name one with --renderer"
         if typed:
             return (
                 "default",

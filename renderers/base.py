@@ -267,12 +267,19 @@ class Renderer:
         prompt = self.render_ids(messages, tools, add_generation_prompt=True)
         whole = self.render_ids([*messages, reply], tools)
         if whole[: len(prompt)] != prompt:
-            raise ValueError(f"renderer {self.name} does not write this reply after its generation prompt")
+            opens = self.in_thinking(self.open_turn(prompt) or []) and not reply.get("reasoning_content")
+            remedy = ": its generation prompt opens reasoning, and the reply has none (--renderer-args thinking=false)"
+            raise ValueError(
+                f"{self.name} does not write this reply after its generation prompt{remedy if opens else ''}"
+            )
         turn, after = self.cut_at_stop(whole[len(prompt) :])
         if not ended:
             return turn
-        stop = self.token_id(self.turn_end or self.stop_tokens[0]) if after is None else whole[len(prompt) + len(turn)]
-        return [*turn, stop]
+        return [*turn, self.token_id(self.reply_end(reply)) if after is None else whole[len(prompt) + len(turn)]]
+
+    def reply_end(self, reply: Message) -> str:
+        """The stop token that a model samples after a reply, where the format writes none behind it."""
+        return self.turn_end or self.stop_tokens[0]
 
     def close_turn(
         self, writer: Writer, prompt: Sequence[int], completion: Sequence[int], new_messages: Sequence[Message]

@@ -167,6 +167,9 @@ class GLM45(Renderer):
         calls = [read_call(body, closed, tools, f"call_{number}") for number, (body, closed) in enumerate(bodies)]
         return ParsedResponse(join_content(texts, bool(calls)), reasoning, calls, complete)
 
+    def reply_end(self, reply: Message) -> str:
+        return "<|observation|>" if reply.get("tool_calls") else "<|user|>"
+
     def close_turn(
         self, writer: Writer, prompt: Sequence[int], completion: Sequence[int], new_messages: Sequence[Message]
     ) -> bool:

@@ -1,5 +1,6 @@
 """What must hold in every family, with its own tokenizer: properties over random texts, calls and ids."""
 
+import copy
 import json
 from functools import cache
 from itertools import pairwise
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from bench.bridge import TURNS, bridged, counting, rendered
-from renderers import RENDERERS, make_renderer
+from renderers import RENDERERS, make_renderer, resolve_name
 from renderers.check import ASK, REPLIES, TOOLS, result, said, sampled, system, turns, user
 from tests.test_renderers import DATA, needs_data, real_tokenizer
 
@@ -217,3 +218,70 @@ def test_what_a_format_cannot_hold_is_an_error_in_words(name):
             assert str(error)
         else:
             assert len({len(column) for column in columns}) == 1
+
+
+@each(HAND_CODED)
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("reasoned", [False, True])
+def test_a_reply_in_text_becomes_a_turn_with_one_stop_token(name, called, reasoned):
+    """What a served model said, as the policy's family writes it: it reads back, and ends as the family's turns do."""
+    renderer = family(name)
+    reply = {"role": "assistant", "content": "Let me see."}
+    reply |= {"reasoning_content": "Hm."} if reasoned else {}
+    call = {"name": "weather", "arguments": {"city": "Oslo"}}
+    reply |= {"tool_calls": [{"id": "functions.weather:0", "type": "function", "function": call}]} if called else {}
+    tools = TOOLS if called else None
+    prompt = renderer.render_ids([ASK], tools, add_generation_prompt=True)
+    try:
+        renderer.render_reply([ASK], reply, tools)
+    except ValueError as error:  # the prompt opened reasoning that the reply does not have
+        assert not reasoned and "--renderer-args thinking=false" in str(error)
+        if "thinking" not in renderer.options:
+            return
+        renderer = family(name, thinking=False)
+        prompt = renderer.render_ids([ASK], tools, add_generation_prompt=True)
+    ids = renderer.render_reply([ASK], reply, tools)
+    parsed = renderer.parse_response(ids, prompt, tools)
+    assert parsed.content.strip() == reply["content"] and parsed.reasoning_content in (
+        None,
+        reply.get("reasoning_content"),
+    )
+    assert [(c.name, c.arguments, c.error) for c in parsed.tool_calls] == [("weather", {"city": "Oslo"}, None)] * called
+    stops = set(renderer.stop_token_ids)
+    assert ids[-1] in stops and not stops.intersection(ids[:-1])
+    assert not stops.intersection(renderer.render_reply([ASK], reply, tools, ended=False))
+    if name.startswith("glm"):
+        assert ids[-1] == renderer.token_id("<|observation|>" if called else "<|user|>")
+
+
+# Template -> what `auto` must take for its family's model types; "default" where it is a variant that no family writes.
+VARIANTS = {
+    "qwen3-Instruct-2507": "default",
+    "kimi-k2.5-nvidia-NVFP4": "default",
+    "nemotron-3-ultra": "default",
+    "nemotron-3-super": "nemotron-3",
+    "minimax-m2-MiniMax-M2": "minimax-m2",
+    "minimax-m2-MiniMax-M2.5": "minimax-m2",
+    "qwen3.5-nothink": "qwen3.5",
+}
+TEMPLATES = sorted(path.stem for path in (DATA / "templates").glob("*.jinja")) if DATA else []
+
+
+@pytest.mark.parametrize("template", TEMPLATES or [pytest.param("", marks=needs_data)])
+def test_auto_goes_by_the_template_and_never_guesses(template):
+    own = max((name for name in HAND_CODED if template == name or template.startswith(name + "-")), key=len)
+    tokenizer = copy.copy(real_tokenizer(f"tokenizers/{own}"))
+    tokenizer.chat_template = (DATA / "templates" / f"{template}.jinja").read_text()
+    for model_type in type(family(own)).model_types:
+        assert resolve_name("auto", tokenizer, model_type)[0] == VARIANTS.get(template, template), model_type
+    assert resolve_name("auto", tokenizer, "some_other_type")[0] == "default"
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3", "kimi_k2"])
+def test_without_a_template_a_model_type_of_two_families_is_no_answer(model_type):
+    for name in HAND_CODED:
+        if model_type in type(family(name)).model_types:
+            tokenizer = copy.copy(real_tokenizer(f"tokenizers/{name}"))
+            tokenizer.chat_template = None
+            found, why = resolve_name("auto", tokenizer, model_type)
+            assert found == "default" and why
