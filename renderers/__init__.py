@@ -133,7 +133,7 @@ def resolve_name(name: str, tokenizer: Any, model_type: str | None = None) -> tu
         if typed:
             return (
                 "default",
-                f"model type {model_type}, but control tokens or chat template are not those of {typed[0]}",
+                f"model type {model_type}, but control tokens or chat template are not those of {' or '.join(typed)}",
             )
         return "default", f"no hand-coded renderer for model type {model_type}"
     if name in RENDERERS:

@@ -146,6 +146,7 @@ class Renderer:
     name: ClassVar[str] = ""
     model_types: ClassVar[tuple[str, ...]] = ()  # transformers' names, for `auto`
     control_tokens: ClassVar[tuple[str, ...]] = ()  # what the tokenizer must have
+    told_by_template: ClassVar[bool] = False  # its model types and control tokens are other models' too
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     turn_start: ClassVar[str] = ""  # opens every turn
     generation_header: ClassVar[str] = ""  # what follows turn_start in the generation prompt
@@ -376,9 +377,9 @@ class Renderer:
             return False
         vocabulary = tokenizer.get_added_vocab()
         template = getattr(tokenizer, "chat_template", None)
-        return all(token in vocabulary for token in cls.control_tokens) and (
-            not template or (isinstance(template, str) and cls.fits_template(template))
-        )
+        if not all(token in vocabulary for token in cls.control_tokens):
+            return False
+        return isinstance(template, str) and cls.fits_template(template) if template else not cls.told_by_template
 
     @classmethod
     def fits_template(cls, template: str) -> bool:

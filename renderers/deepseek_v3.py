@@ -55,6 +55,7 @@ class DeepSeekV3(Renderer):
         *CALLS,
         *OUTPUTS,
     )
+    told_by_template = True  # from R1, V3.1 and others
     deviations: ClassVar = {"calls": "the template loses calls beside a text, and does not end a turn of one call"}
     stop_tokens = ("<｜end▁of▁sentence｜>",)
     turn_start, turn_end = "<｜Assistant｜>", "<｜end▁of▁sentence｜>"
@@ -66,11 +67,6 @@ class DeepSeekV3(Renderer):
                 "renderer deepseek-v3: this tokenizer drops spaces, as LlamaTokenizerFast does with DeepSeek's vocabulary; "
                 "load it with PreTrainedTokenizerFast.from_pretrained"
             )
-
-    @classmethod
-    def fits(cls, tokenizer: Any, model_type: str | None) -> bool:
-        # R1, V3.1 and others have this model type and these control tokens too: only the template tells them apart.
-        return bool(getattr(tokenizer, "chat_template", None)) and super().fits(tokenizer, model_type)
 
     @classmethod
     def fits_template(cls, template: str) -> bool:

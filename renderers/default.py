@@ -86,7 +86,7 @@ class Default(Renderer):
             switches = ("enable_thinking", "thinking")
             switch = next((s for s in switches if re.search(rf"(?<![\w.'\"]){s}\b", self._template)), None)
             if switch is None:
-                raise ValueError("renderer default: this chat template has no switch for the option 'thinking'")
+                raise ValueError(f"--renderer-args thinking={self.thinking}: this chat template has no switch for it")
             self._switch = {switch: self.thinking}
         added = self._backend.get_added_tokens_decoder()
         self._special = _pattern(

@@ -115,7 +115,7 @@ class GptOss(Renderer):
         try:
             date.fromisoformat(self.date)
         except (TypeError, ValueError):
-            raise ValueError(f"renderer gpt-oss: date is year-month-day, not {self.date!r}") from None
+            raise ValueError(f"--renderer-args date={self.date}: for gpt-oss it is year-month-day") from None
 
     @classmethod
     def fits_template(cls, template: str) -> bool:

@@ -22,7 +22,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from renderers.base import (
     Body,
@@ -57,14 +57,10 @@ class KimiK2(Renderer):
     name = "kimi-k2"
     model_types = ("kimi_k2", "deepseek_v3")
     control_tokens = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", *CALLS)
+    told_by_template = True  # from K2 Thinking, K2.5 and older releases
     stop_tokens = ("<|im_end|>",)
     turn_start, generation_header, turn_end = "<|im_assistant|>", "assistant<|im_middle|>", "<|im_end|>"
     default_system: ClassVar[str] = DEFAULT_SYSTEM
-
-    @classmethod
-    def fits(cls, tokenizer: Any, model_type: str | None) -> bool:
-        # The model types and the control tokens are those of K2 Thinking, K2.5 and older releases too: only the template tells.
-        return bool(getattr(tokenizer, "chat_template", None)) and super().fits(tokenizer, model_type)
 
     @classmethod
     def fits_template(cls, template: str) -> bool:

@@ -64,6 +64,7 @@ class Nemotron3(Renderer):
     choices: ClassVar = Renderer.choices | {"clear_thinking": (True, False)}
     model_types = ("nemotron_h",)
     control_tokens = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    told_by_template = True  # from Ultra
     stop_tokens = ("<|im_end|>",)
     turn_start, generation_header, turn_end, after_turn = "<|im_start|>", "assistant\n", "<|im_end|>", "\n"
     thinking_tags = ("<think>", "</think>")

@@ -69,7 +69,8 @@ class Qwen3(Renderer):
 
     @classmethod
     def fits_template(cls, template: str) -> bool:
-        return "enable_thinking" in template and "</think>" in template
+        marks = ("enable_thinking", r"'<think>\n\n</think>\n\n'", r"""'<tool_call>\n{"name": "'""")
+        return all(mark in template for mark in marks)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None, add_generation_prompt: bool = False

@@ -55,6 +55,7 @@ class Qwen35(Renderer):
         *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
         *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     )
+    told_by_template = True  # from a later generation's models
     stop_tokens = ("<|im_end|>", "<|endoftext|>")
     turn_start, generation_header, turn_end, after_turn = "<|im_start|>", "assistant\n", "<|im_end|>", "\n"
     thinking_tags = ("<think>", "</think>")
