@@ -75,6 +75,26 @@ def sample(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+def check_bridge(renderer, tokenizer, new, stop):
+    """The bridge is prompt and completion, then what a rendered conversation holds after the assistant's text."""
+    prompt = renderer.render_ids([user("q")], add_generation_prompt=True)
+    answer = sample(tokenizer, "x")
+    whole = renderer.render_ids([user("q"), assistant("x"), *new], add_generation_prompt=True)
+    assert whole[: len(prompt) + 1] == prompt + answer
+    end = tokenizer.convert_tokens_to_ids(stop)
+    assert whole[len(prompt) + 1] == end
+    for completion in (answer, [*answer, end]):
+        following = renderer.bridge_to_next_turn(prompt, completion, new)
+        assert following == whole
+        rendered = renderer.bridge(prompt, completion, new)
+        reference = renderer.render([user("q"), assistant("x"), *new], add_generation_prompt=True)
+        start = len(prompt) + len(completion)
+        assert rendered.is_content == reference.is_content[start:]
+        assert rendered.roles == reference.roles[start:]
+        assert rendered.message_index == [max(i - 2, -1) for i in reference.message_index[start:]]
+
+
+TINY = byte_tokenizer()
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(["", "\n", " a \n", *ADDED])
 arguments = st.dictionaries(texts, texts | st.integers() | st.none() | st.lists(texts, max_size=2), max_size=2)

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from renderers.check import main, read_args
-from tests.test_renderers import DATA, needs_data
+from tests.renderer_data import DATA, needs_data
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny" / "base"

@@ -4,7 +4,7 @@ import pytest
 
 from renderers import harmony_types, make_renderer, resolve_name
 from renderers.harmony_types import typescript
-from tests.test_renderers import assistant, byte_tokenizer, call, sample, user
+from tests.renderer_data import assistant, byte_tokenizer, call, sample, user
 
 HARMONY = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 TOKENIZER = byte_tokenizer(more=HARMONY)
