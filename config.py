@@ -118,7 +118,7 @@ HELP = {
     "loss": "the rl component; its knobs begin with --loss.",
 }
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
-    "tiny": {"lr": 5e-4, "batch_size": 128, "max_new_tokens": 64},
+    "tiny": {"lr": 5e-4, "batch_size": 128, "max_new_tokens": 96},
     "smollm2": {"lr": 1e-5, "batch_size": 16, "max_new_tokens": 24},  # a step in about 15 seconds on two CPU cores
     "else": {"lr": 1e-6, "batch_size": 128, "max_new_tokens": 512},
 }
@@ -167,7 +167,7 @@ class Run:
     """keep the optimizer's moments in host memory between updates"""
 
     max_new_tokens: int | None = None
-    """longest completion of one turn in tokens; default by model: tiny 64, smollm2 24, else 512"""
+    """longest completion of one turn in tokens; default by model: tiny 96, smollm2 24, else 512"""
     temperature: float = 1.0
     """of sampling; log-probabilities everywhere are those of this temperature"""
     top_p: float = 1.0

@@ -1,5 +1,6 @@
 """
-Makes the tiny chat models that ship in models/tiny: `python make_tiny.py` (about seven minutes on one core).
+Makes the tiny chat models that ship in models/: `python make_tiny.py` (about half an hour on one core), or some of them,
+`python make_tiny.py --only calculator mixed`. Remade files differ in their last bits from those of another processor.
 
 A tiny model has the Qwen3 architecture, 0.6M parameters in float32, and one token per byte plus Qwen3's control
 tokens, so everything that handles a real Qwen3 (the renderer, vLLM, safetensors tools) handles it too. Nothing is
@@ -7,21 +8,33 @@ downloaded: tokenizer, data and weights all come out of this file and of --seed,
 
 Two phases, both plain supervised learning with the loss on the assistant's turn:
 
-1. base: all environments' formats, answered rightly, until the skill is there. Evaluate it, or start your own from it.
-2. one model per environment: the base sees mostly wrong answers for some fifty steps, until its sampled reward
-   falls to a chosen level. It now holds the right behaviour and the wrong one, and samples both.
+1. a base: some environments' formats, answered rightly, until the skill is there. `base` (reverse-text and arithmetic) ships:
+   evaluate it, or start your own from it. `tools` (calculator and arithmetic) does not; it is one of its own because another
+   environment would have changed `base`, and with it all that was measured from there.
+2. one model per environment: its base sees mostly wrong answers for some fifty steps, until its sampled reward
+   falls to a chosen level. It now holds the right behaviour and the wrong one, and samples both. `mixed` is wrong about
+   two environments, for runs with two sources.
 
 So be clear about what a learning curve from such a start shows: RL re-weights a behaviour that the model was taught
 before; it does not discover one. That is what makes a run of a minute on a CPU possible, and it is enough to tell a
 correct gradient from a wrong one. It says little about which algorithm is better.
 
-A new environment is one function that makes a chat, right or wrong, and one entry in RECIPES.
+In chats with a tool the tool's words are in the loss too, with random results in four wordings, so that a model can be
+surprised by what the real tool says without being upset: where tool tokens were never trained before, a loss on them drives
+the reward to 0.
+
+`opsd` answers reverse-text rightly behind the hint that `--algo opsd` gives, and mostly wrongly without it: its own teacher.
+`tiny-teacher` is `base` after some more right answers of reverse-text, with a chat template, so that it can be served as
+the model that opd and sft learn from.
+
+A new environment is one function that makes a chat, right or wrong, one entry in RECIPES and one in STARTS.
 """
 
 import argparse
 import asyncio
 import copy
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,10 +46,38 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from algos.opsd import OPSDConfig
+from engines.base import Completion
 from envs.arithmetic import Arithmetic
-from envs.base import Env
+from envs.base import Agent, Env
+from envs.calculator import Calculator, use
 from envs.reverse_text import ReverseText
+from renderers import make_renderer
+from renderers.base import ParsedResponse
+from renderers.turns import read_json_call
 from traces import Message, Task, Trace
+
+# Qwen3's format without tools, for whoever serves the teacher: the last answer gets the empty thinking block that Qwen3
+# gives it, a generation prompt gets one on request. The other models are rendered by renderers/qwen3.py alone.
+CHAT_TEMPLATE = r"""
+{%- if tools or messages | selectattr('role', 'equalto', 'tool') | list %}
+    {{- raise_exception('this template writes no tools') }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' and loop.last and messages | selectattr('role', 'equalto', 'user') | list %}
+        {{- '<think>\n\n</think>\n\n' + message.content.lstrip('\n') }}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}""".lstrip()
 
 # Ids follow the 256 bytes in this order. Qwen3 flags the first three as special and the rest as plain added tokens:
 # both are atomic, but only the special ones vanish under skip_special_tokens.
@@ -90,7 +131,10 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 
 @dataclass
 class Turn:
-    """One message of a training chat; `weight` is that of its tokens in the loss (0: context only)."""
+    """One message of a training chat; `weight` is that of its tokens in the loss (0: context only).
+
+    What an assistant says may hold control tokens, spelled out; a tool's answer stands in a user turn, as in Qwen3.
+    """
 
     role: str
     content: str
@@ -114,13 +158,71 @@ def arithmetic(task: Task, rng: random.Random, wrong: bool) -> Chat:
     return [Turn(**task.prompt[0]), Turn("assistant", str(answer), 1.0)]
 
 
+# What the tool says in training chats. The real one has the last wording alone, and results that follow from the call: so
+# there is something left to learn from it.
+WORDINGS = ("{}", "= {}", "result: {}", "The result is {}.")
+TOOL_WEIGHT = 0.3
+ANSWER_WEIGHT = 3.0  # a call is some seventy tokens, most of them always the same; an answer is five
+
+
+def calculator(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """A call, a random result in one of four wordings, the result once more; now and then a broken call, which is not to be
+    learned, and the error that it gets, which is. A wrong chat calls with other numbers, makes a broken call and guesses,
+    does not call at all, or answers something else than the result."""
+    right = "broken call" if rng.random() < 1 / 6 else ""
+    kind = rng.choice(("other call", "broken call", "no call", "other answer")) if wrong else right
+    expression, result, other = task.info["expression"], some_result(rng), some_result(rng)
+    answer = Turn("assistant", result if kind in ("", "other call") else other, ANSWER_WEIGHT)
+    if kind == "other call":
+        a, b = re.findall(r"\d+", expression)
+        a, b = rng.choice([(a, str(rng.randint(2, 99))), (str(rng.randint(2, 99)), b)])
+        expression = f"{a}{rng.choice('+-*')}{b}"
+    raw = f'\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n'
+    said = rng.choice(WORDINGS).format(result)
+    if kind == "broken call":
+        at = raw.rindex("}") if wrong else rng.choice([i for i, letter in enumerate(raw) if letter in '{}":,'])
+        raw = raw[:at] + raw[at + 1 :]
+        (call,) = ParsedResponse("", tool_calls=[read_json_call(raw, True, None, "")]).message()["tool_calls"]
+        said, _ = use(call)
+    call = [
+        Turn("assistant", f"<tool_call>{raw}</tool_call>", 1.0 if wrong or not kind else 0.0),
+        Turn("tool", said, TOOL_WEIGHT),
+    ]
+    question = Turn(**task.prompt[0])
+    if kind == "no call":
+        return [question, answer]
+    return [question, *call, *([answer] if wrong or not kind else [])]
+
+
+def some_result(rng: random.Random) -> str:
+    """A number of one to eight digits, now and then negative."""
+    return f"{'-' if rng.random() < 0.15 else ''}{rng.randrange(10 ** rng.randint(1, 8))}"
+
+
+class Demonstrated(ReverseText):
+    """reverse-text behind the hint that opsd gives: a system message that holds the answer."""
+
+    def tasks(self, split: Literal["train", "eval"]) -> list[Task]:
+        """The same tasks, each with its hint before it."""
+        template = OPSDConfig().template
+        hints = [template.replace("{demonstration}", task.info["answer"]) for task in super().tasks(split)]
+        return [
+            Task(task.key, [{"role": "system", "content": hint}, *task.prompt], task.info)
+            for task, hint in zip(super().tasks(split), hints, strict=True)
+        ]
+
+
+def demonstrated(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """The text backwards, behind the hint."""
+    return [Turn(**task.prompt[0]), Turn(**task.prompt[1]), Turn("assistant", task.info["answer"], 1.0)]
+
+
 @dataclass
 class Recipe:
     """How the model of an environment is made."""
 
     env: Env
     chat: Callable[[Task, random.Random, bool], Chat]  # what the model is taught to say, rightly or wrongly
-    base_rows: int  # chats of this environment in a step of phase one
     wrong_share: float  # of the answers in phase two
     stop_reward: float  # where the sampled reward must fall to
     max_new_tokens: int
@@ -129,21 +231,79 @@ class Recipe:
 
 RECIPES = {
     "reverse-text": Recipe(
-        ReverseText(num_tasks=32_768), reverse_text, base_rows=48, wrong_share=0.75, stop_reward=0.52, max_new_tokens=24
+        ReverseText(num_tasks=32_768), reverse_text, wrong_share=0.75, stop_reward=0.52, max_new_tokens=24
     ),
-    "arithmetic": Recipe(Arithmetic(), arithmetic, base_rows=80, wrong_share=0.7, stop_reward=0.2, max_new_tokens=8),
+    "demonstrated": Recipe(
+        Demonstrated(num_tasks=32_768), demonstrated, wrong_share=0.0, stop_reward=1.0, max_new_tokens=24
+    ),
+    "arithmetic": Recipe(Arithmetic(), arithmetic, wrong_share=0.7, stop_reward=0.2, max_new_tokens=8),
+    "calculator": Recipe(Calculator(), calculator, wrong_share=0.7, stop_reward=0.3, max_new_tokens=96, start_rows=48),
 }
 
 
+@dataclass
+class Base:
+    """How the model of a first phase is made: right chats alone, so many of each environment in a step."""
+
+    rows: dict[str, int]
+    steps: int
+    lr: float
+    after: str | None = None  # the base that it goes on from; None: a new model
+
+
+BASES = {
+    "base": Base({"reverse-text": 48, "arithmetic": 80}, steps=600, lr=5e-3),
+    "formats": Base({"calculator": 24, "arithmetic": 64}, steps=600, lr=5e-3),
+    "tools": Base(
+        {"calculator": 32, "arithmetic": 16}, steps=600, lr=3e-3, after="formats"
+    ),  # until results are copied
+    "hints": Base({"reverse-text": 16, "demonstrated": 32}, steps=150, lr=1e-3, after="base"),
+    "tiny-teacher": Base({"reverse-text": 64}, steps=150, lr=1e-3, after="base"),
+}
+
+
+@dataclass
+class Start:
+    """What the model of a second phase is made from, and which environments it is taught wrongly."""
+
+    base: str
+    envs: tuple[str, ...]
+    lr: float = 1e-4
+
+
+STARTS = {
+    "reverse-text": Start("base", ("reverse-text",)),
+    "opsd": Start("hints", ("reverse-text", "demonstrated")),
+    "arithmetic": Start("base", ("arithmetic",)),
+    "calculator": Start("tools", ("calculator",), lr=5e-5),
+    "mixed": Start("tools", ("arithmetic", "calculator"), lr=5e-5),
+}
+FOLDERS = {"base": "tiny/base", "tiny-teacher": "tiny-teacher"} | {name: f"tiny/{name}" for name in STARTS}
+
+
 def encode(chat: Sequence[Turn]) -> tuple[list[int], list[float]]:
-    """Token ids and loss weights [T] of a chat in ChatML; a turn's weight covers its content and its <|im_end|>."""
+    """Token ids and loss weights [T] of a chat in ChatML; a turn's weight covers its content and its <|im_end|>, if it
+    says itself that it ends."""
     ids, weights = [], []
     for turn in chat:
-        head = [TOKEN_ID["<|im_start|>"], *f"{turn.role}\n".encode()]
-        body = [*turn.content.encode(), EOS]
-        ids += [*head, *body, ord("\n")]
-        weights += [*[0.0] * len(head), *[turn.weight] * len(body), 0.0]
+        if turn.role == "tool":
+            head, body = text_ids("<|im_start|>user\n<tool_response>\n"), list(turn.content.encode())
+            tail = text_ids("\n</tool_response><|im_end|>\n")
+        elif turn.role == "assistant":
+            head, body = text_ids("<|im_start|>assistant\n"), [*text_ids(turn.content), EOS]
+            tail = [ord("\n")]
+        else:
+            head, body = text_ids(f"<|im_start|>{turn.role}\n"), list(turn.content.encode())
+            tail = text_ids("<|im_end|>\n")
+        ids += [*head, *body, *tail]
+        weights += [*[0.0] * len(head), *[turn.weight] * len(body), *[0.0] * len(tail)]
     return ids, weights
+
+
+def text_ids(text: str) -> list[int]:
+    """Token ids of text in which control tokens are spelled out."""
+    parts = re.split("(" + "|".join(map(re.escape, TOKEN_ID)) + ")", text)
+    return [id for part in parts for id in ([TOKEN_ID[part]] if part in TOKEN_ID else part.encode())]
 
 
 def chat_loss(model: Qwen3ForCausalLM, chats: Sequence[Chat]) -> torch.Tensor:
@@ -158,38 +318,57 @@ def chat_loss(model: Qwen3ForCausalLM, chats: Sequence[Chat]) -> torch.Tensor:
     return (nll_BT * weights_BT).sum() / weights_BT.sum()
 
 
-class Recorded:
-    """An agent whose reply is already there, so that the environment grades it with its own code."""
+class Player:
+    """Plays an environment's tasks with a model, all at once, as far as its next turn each."""
 
-    def __init__(self, reply: str) -> None:
-        self.trace, self.reply = Trace(), reply
+    def __init__(self, model: Qwen3ForCausalLM, recipe: Recipe) -> None:
+        self.model, self.recipe = model, recipe
+        self.renderer = make_renderer("qwen3", make_tokenizer())
+        self.waiting: list[tuple[list[int], asyncio.Future]] = []
 
-    async def say(self, *messages: Message, tools: list[dict] | None = None) -> Message:
-        """The reply, whatever is asked."""
-        return {"role": "assistant", "content": self.reply}
+    async def play(self, tasks: Sequence[Task]) -> list[Trace]:
+        """One trace for each task."""
+        traces = [Trace() for _ in tasks]
+        plays = [
+            asyncio.create_task(self.recipe.env.play(task, Agent(trace, self.renderer, self.sample)))
+            for task, trace in zip(tasks, traces, strict=True)
+        ]
+        while not all(play.done() for play in plays):
+            for _ in range(3):  # until every episode has ended or asked
+                await asyncio.sleep(0)
+            waiting, self.waiting = self.waiting, []
+            if waiting:
+                for (_, future), reply in zip(waiting, self.generate([prompt for prompt, _ in waiting]), strict=True):
+                    future.set_result(reply)
+        await asyncio.gather(*plays)
+        return traces
+
+    async def sample(
+        self, prompt_ids: list[int], turn: int, messages: list[Message], tools: list[dict] | None
+    ) -> Completion:
+        """What an agent calls to get a turn."""
+        future = asyncio.get_running_loop().create_future()
+        self.waiting.append((prompt_ids, future))
+        return await future
+
+    def generate(self, prompts: list[list[int]]) -> list[Completion]:
+        """One completion for each prompt, at temperature 1, without log-probs."""
+        width = max(map(len, prompts))
+        ids_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        new = self.recipe.max_new_tokens
+        out_BT = self.model.generate(ids_BT, attention_mask=mask_BT, max_new_tokens=new, **sampling)
+        rows = [row[: row.index(EOS) + 1] if EOS in row else row for row in out_BT[:, width:].tolist()]
+        return [Completion(row, [0.0] * len(row), "stop" if EOS in row else "length", 0) for row in rows]
 
 
 @torch.no_grad()
 def sampled_reward(model: Qwen3ForCausalLM, recipe: Recipe, tasks: Sequence[Task], seed: int = 0) -> float:
-    """Mean reward of one reply to each task, sampled at temperature 1."""
-    prompts = [
-        encode([Turn(**message) for message in task.prompt])[0] + [TOKEN_ID["<|im_start|>"], *b"assistant\n"]
-        for task in tasks
-    ]
-    width = max(map(len, prompts))
-    ids_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    """Mean reward of one play of each task, sampled at temperature 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        out_BT = model.generate(ids_BT, attention_mask=mask_BT, max_new_tokens=recipe.max_new_tokens, **sampling)
-    rewards = []
-    for task, row in zip(tasks, out_BT[:, width:].tolist(), strict=True):
-        reply = row[: row.index(EOS)] if EOS in row else row
-        agent = Recorded(bytes(token for token in reply if token < 256).decode(errors="replace"))
-        asyncio.run(recipe.env.play(task, agent))
-        rewards.append(agent.trace.reward)
-    return fmean(rewards)
+        return fmean(trace.reward for trace in asyncio.run(Player(model, recipe).play(tasks)))
 
 
 def some_tasks(recipe: Recipe, split: Literal["train", "eval"], count: int, seed: int = 0) -> list[Task]:
@@ -197,87 +376,121 @@ def some_tasks(recipe: Recipe, split: Literal["train", "eval"], count: int, seed
     return random.Random(seed).sample(list(recipe.env.tasks(split)), count)
 
 
-def make_base(steps: int, seed: int, lr: float = 5e-3) -> Qwen3ForCausalLM:
-    """Phase one: a new model on right answers of all environments."""
-    model = make_model(seed)
+def make_base(name: str, seed: int, made: dict[str, Qwen3ForCausalLM], steps: int | None = None) -> Qwen3ForCausalLM:
+    """Phase one: a new model, or a copy of one in `made`, on right answers. steps: instead of the base's own number."""
+    base = BASES[name]
+    model = make_model(seed) if base.after is None else copy.deepcopy(made[base.after]).train()
     rng = random.Random(seed)
-    tasks = {name: list(recipe.env.tasks("train")) for name, recipe in RECIPES.items()}
+    tasks = {env: list(RECIPES[env].env.tasks("train")) for env in base.rows}
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    steps = base.steps if steps is None else steps
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr * min((step + 1) / 20, 1 - 0.95 * step / steps)
+            group["lr"] = base.lr * min((step + 1) / 20, 1 - 0.95 * step / steps)
         optimizer.zero_grad()
         losses = {}
         # One backward pass for each environment: their chats differ in length, and padding costs as much as text.
-        for name, recipe in RECIPES.items():
-            chats = [recipe.chat(rng.choice(tasks[name]), rng, False) for _ in range(recipe.base_rows)]
-            loss = chat_loss(model, chats) / len(RECIPES)
+        for env, rows in base.rows.items():
+            chats = [RECIPES[env].chat(rng.choice(tasks[env]), rng, False) for _ in range(rows)]
+            loss = chat_loss(model, chats) / len(base.rows)
             loss.backward()
-            losses[name] = loss.item() * len(RECIPES)
+            losses[env] = loss.item() * len(base.rows)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0:
-            print(f"base step {step:3d}  loss", "  ".join(f"{name} {loss:.3f}" for name, loss in losses.items()))
+            shown = "  ".join(f"{env} {loss:.3f}" for env, loss in losses.items())
+            print(f"{name} step {step:3d}  loss {shown}", flush=True)
     return model
 
 
 def make_start(
-    base: Qwen3ForCausalLM, recipe: Recipe, seed: int, samples: int, lr: float = 1e-4, every: int = 4
+    base: Qwen3ForCausalLM, recipes: Sequence[Recipe], seed: int, samples: int, lr: float, every: int = 4
 ) -> tuple[Qwen3ForCausalLM, int]:
-    """Phase two: a copy of the base on mostly wrong answers of one environment, and the steps that it took.
+    """Phase two: a copy of the base on mostly wrong answers of some environments, and the steps that it took.
 
-    The sampled reward on training tasks is measured `every` so many steps and ends it. Steps to a given reward vary
-    with the base and the machine; the reward is what a run that starts here depends on. Raises RuntimeError when it
-    does not fall that far.
+    The sampled rewards on training tasks are measured `every` so many steps; the phase ends when all are low enough, and
+    an environment whose reward already is sees right answers meanwhile. Steps to a given reward vary with the base and
+    the machine; the reward is what a run that starts here depends on. Raises RuntimeError when one does not fall that far.
     """
     model = copy.deepcopy(base)
     rng = random.Random(seed + 1)
-    tasks = list(recipe.env.tasks("train"))
-    probe = some_tasks(recipe, "train", samples)
+    tasks = [list(recipe.env.tasks("train")) for recipe in recipes]
+    probes = [some_tasks(recipe, "train", samples) for recipe in recipes]
+    low = [False] * len(recipes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, 401):
-        chats = [
-            recipe.chat(rng.choice(tasks), rng, rng.random() < recipe.wrong_share) for _ in range(recipe.start_rows)
-        ]
         optimizer.zero_grad()
-        chat_loss(model, chats).backward()
+        for i, recipe in enumerate(recipes):
+            wrong_share = 0.0 if low[i] else recipe.wrong_share
+            chats = [
+                recipe.chat(rng.choice(tasks[i]), rng, rng.random() < wrong_share) for _ in range(recipe.start_rows)
+            ]
+            (chat_loss(model, chats) / len(recipes)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % every == 0 and sampled_reward(model, recipe, probe, seed=step) <= recipe.stop_reward:
-            return model, step
+        if step % every == 0:
+            rewards = [sampled_reward(model, recipe, probe, step) for recipe, probe in zip(recipes, probes)]
+            low = [reward <= recipe.stop_reward for recipe, reward in zip(recipes, rewards)]
+            if all(low):
+                return model, step
     raise RuntimeError(
-        f"the reward stays above stop_reward {recipe.stop_reward}: raise wrong_share {recipe.wrong_share}"
+        f"the rewards stay above stop_reward, at {rewards}: raise wrong_share {[recipe.wrong_share for recipe in recipes]}"
     )
 
 
-def save(model: Qwen3ForCausalLM, folder: Path) -> None:
+def save(model: Qwen3ForCausalLM, folder: Path, chat_template: str | None = None) -> None:
     """Weights, config and tokenizer in the layout of a Hugging Face checkpoint."""
     model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
 
 
-def make_tiny(out: Path, steps: int = 600, seed: int = 0, samples: int = 256) -> None:
-    """Make base and one model per environment in `out`, and print their rewards from `samples` held-out tasks."""
+def make_tiny(
+    out: Path, only: Sequence[str] = tuple(FOLDERS), steps: int | None = None, seed: int = 0, samples: int = 256
+) -> None:
+    """Make the folders of these names in `out`, and print their rewards on `samples` held-out tasks.
+
+    What one of them is made from and is not itself asked for is read from its folder in `out`, if it has one there.
+    """
     start = time.time()
     held_out = {name: some_tasks(recipe, "eval", samples) for name, recipe in RECIPES.items()}
-    base = make_base(steps, seed)
-    save(base, out / "base")
-    for name, recipe in RECIPES.items():
-        reward = sampled_reward(base, recipe, held_out[name])
-        print(f"base on {name}: reward {reward:.3f}, {time.time() - start:.0f} s")
-    for name, recipe in RECIPES.items():
-        model, taken = make_start(base, recipe, seed, samples)
-        save(model, out / name)
-        reward = sampled_reward(model, recipe, held_out[name])
-        print(f"{name}: reward {reward:.3f} after {taken} steps, {time.time() - start:.0f} s")
+    made: dict[str, Qwen3ForCausalLM] = {}
+
+    def report(name: str, model: Qwen3ForCausalLM, envs: Sequence[str], taken: int) -> None:
+        for env in envs:
+            reward = sampled_reward(model, RECIPES[env], held_out[env])
+            print(f"{name} on {env}: reward {reward:.3f} after {taken} steps, {time.time() - start:.0f} s", flush=True)
+
+    wanted = {*only, *(STARTS[name].base for name in only if name in STARTS)}
+    wanted |= {BASES[name].after for name in wanted if name in BASES and BASES[name].after}
+    for name, base in BASES.items():
+        if name not in wanted:
+            continue
+        if name in only or name not in FOLDERS:
+            made[name] = make_base(name, seed, made, steps)
+            report(name, made[name], list(base.rows), base.steps if steps is None else steps)
+        else:
+            made[name] = Qwen3ForCausalLM.from_pretrained(out / FOLDERS[name])
+        if (
+            name == "tiny-teacher"
+        ):  # it is served, and a server wants room for a token behind the longest that it scores
+            made[name].config.max_position_embeddings = 2048
+        if name in only:
+            save(made[name], out / FOLDERS[name], CHAT_TEMPLATE if name == "tiny-teacher" else None)
+    for name, phase in STARTS.items():
+        if name in only:
+            model, taken = make_start(made[phase.base], [RECIPES[env] for env in phase.envs], seed, samples, phase.lr)
+            save(model, out / FOLDERS[name])
+            report(name, model, phase.envs, taken)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the tiny models.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models" / "tiny", help="folder to write")
-    parser.add_argument("--steps", type=int, default=600, help="training steps of the base")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models", help="folder to write")
+    parser.add_argument("--only", nargs="+", choices=list(FOLDERS), default=list(FOLDERS), help="make just these")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and sampling")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; another number rounds differently")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    make_tiny(args.out, args.steps, args.seed)
+    make_tiny(args.out, args.only, seed=args.seed)

@@ -2,7 +2,7 @@
 
     user       What is 47 times 86?
     assistant  <tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call>
-    tool       = 4042
+    tool       The result is 4042.
     assistant  4042
 
 The home of algorithms that learn from what the environment says (echo): a tool's answer can be predicted, and is worth
@@ -102,7 +102,7 @@ def use(call: Message) -> tuple[str, bool]:
     if not isinstance(expression, str):
         return "error: calculator needs the argument expression, a string", False
     try:
-        return f"= {as_text(evaluate(expression))}", True
+        return f"The result is {as_text(evaluate(expression))}.", True
     except ArithmeticError as error:
         return f"error: {error}", True
     except ValueError as error:

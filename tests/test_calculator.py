@@ -29,7 +29,7 @@ def play(*replies, task=None, stop=True, **options):
     """The trace of an episode in which the model says these texts; the last one over and over. And the prompts it saw."""
     env, prompts = Calculator(**options), []
 
-    async def sample(prompt_ids, turn):
+    async def sample(prompt_ids, turn, messages, tools):
         prompts.append(RENDERER.decode(prompt_ids))
         ids = [*text_ids(replies[min(turn, len(replies) - 1)]), *[EOS] * stop]
         return Completion(ids, [-1.0] * len(ids), "stop" if stop else "length", 0)
@@ -139,12 +139,14 @@ def test_a_call_is_answered_and_the_answer_graded():
     assert trace.reward == 1.0 and trace.metrics == {"calls": 1.0, "malformed_calls": 0.0}
     assert [message["role"] for message in trace.messages] == ["user", "assistant", "tool", "assistant"]
     (call,) = trace.messages[1]["tool_calls"]
-    assert trace.messages[2] == {"role": "tool", "tool_call_id": call["id"], "content": "= 4042"}
-    assert prompts[1].endswith("<tool_response>\n= 4042\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert trace.messages[2] == {"role": "tool", "tool_call_id": call["id"], "content": "The result is 4042."}
+    assert prompts[1].endswith(
+        "<tool_response>\nThe result is 4042.\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     (branch,) = trace.branches  # one stream over both turns
     tool = [segment for segment in branch.segments if segment.role == "tool"]
     said = [branch.token_ids[t] for s in tool for t in range(s.start, s.stop) if branch.is_content[t]]
-    assert RENDERER.decode(said) == "= 4042" and not branch.sampled[tool[0].start : tool[-1].stop].any()
+    assert RENDERER.decode(said) == "The result is 4042." and not branch.sampled[tool[0].start : tool[-1].stop].any()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_the_last_number_of_the_final_reply_counts(reply, reward):
 def test_negative_results():
     task = next(task for task in Calculator().tasks("train") if task.info["answer"] == -39)
     trace, _ = play(call_of({"expression": task.info["expression"]}), "-39", task=task)
-    assert trace.messages[2]["content"] == "= -39" and trace.reward == 1.0
+    assert trace.messages[2]["content"] == "The result is -39." and trace.reward == 1.0
     assert play("39", task=task)[0].reward == 0.0
 
 
@@ -207,7 +209,7 @@ def test_a_call_without_a_result_is_answered_and_not_malformed(expression):
 def test_several_calls_in_one_turn_get_an_answer_each():
     both = call_of({"expression": "47*86"}) + "\n" + call_of({"expression": "1/4"}) + "\n<tool_call>{</tool_call>"
     trace, prompts = play(both, "4042")
-    assert [m["content"] for m in trace.messages[2:4]] == ["= 4042", "= 0.25"]
+    assert [m["content"] for m in trace.messages[2:4]] == ["The result is 4042.", "The result is 0.25."]
     assert trace.messages[4]["content"].startswith("error: ")
     calls = trace.messages[1]["tool_calls"]
     assert [m["tool_call_id"] for m in trace.messages[2:5]] == [call["id"] for call in calls] and len(calls) == 3
@@ -242,7 +244,7 @@ def test_the_schema_stands_in_the_prompt_on_request():
 
 
 @given(st.text(max_size=60), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_reply_raises(text, wrapped):
     trace, _ = play(f"<tool_call>{text}</tool_call>" if wrapped else text)
     assert trace.reward in (0.0, 1.0) and np.isfinite(list(trace.metrics.values())).all()
@@ -252,5 +254,5 @@ def test_no_reply_raises(text, wrapped):
 @settings(max_examples=150, deadline=None)
 def test_no_arguments_raise(arguments):
     content, understood = use({"function": {"name": "calculator", "arguments": arguments}})
-    assert content.startswith("= ") or content.startswith("error: ")
+    assert content.startswith("The result is ") or content.startswith("error: ")
     assert understood or content.startswith("error: ")
