@@ -269,10 +269,9 @@ class Renderer:
         whole = self.render_ids([*messages, reply], tools)
         if whole[: len(prompt)] != prompt:
             opens = self.in_thinking(self.open_turn(prompt) or []) and not reply.get("reasoning_content")
-            remedy = ": its generation prompt opens reasoning, and the reply has none (--renderer-args thinking=false)"
-            raise ValueError(
-                f"{self.name} does not write this reply after its generation prompt{remedy if opens else ''}"
-            )
+            reason = ": its generation prompt opens reasoning, and the reply has none" if opens else ""
+            remedy = " (--renderer-args thinking=false)" if opens and "thinking" in self.options else ""
+            raise ValueError(f"{self.name} does not write this reply after its generation prompt{reason}{remedy}")
         turn, after = self.cut_at_stop(whole[len(prompt) :])
         if not ended:
             return turn
