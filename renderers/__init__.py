@@ -43,7 +43,8 @@ Which one
 ---------
 `auto` takes a hand-coded family if the model type, the control tokens and, where the tokenizer has one, the chat template are
 that family's; everything else goes to `default`, which wraps the chat template and bridges only where it can prove from the
-template that the prefix is kept. `resolve_name` says which and why. A name can be given outright (fine-tunes under a changed
+template that the prefix is kept. Where other models share a family's model type and control tokens, it is taken by its
+template alone (`told_by_template`). `resolve_name` says which and why. A name can be given outright (fine-tunes under a changed
 model type), and an import path loads a renderer from elsewhere: `module:Class` or `path/to/file.py:Class`.
 
 Options have one name in all families: `thinking` (None: the template's default; True; False), `thinking_retention` ("all",
@@ -83,8 +84,8 @@ where `<s>` and `</s>` are control tokens, is done in some thirty lines:
 2. `write_turns` serves `render` and `bridge` alike; in a bridge it gets the new messages alone, with no assistant among them.
 3. Thinking: set `thinking_tags`, and say in `strips_history` when the template would drop what stands in the prompt.
 4. Formats that close turns otherwise write their own `close_turn`. Where the stop token opens the next turn, it tells the
-   writer to `skip` what was sampled.
-5. `segments` cuts sampled ids at the format's markers; `split_reasoning` and `read_calls` in `turns` read the usual forms,
+   writer to `skip` what was sampled, and `reply_end` says which one a model samples after a reply.
+5. `segments` cuts sampled ids at the format's markers; `read_reasoning` and `read_calls` in `turns` read the usual forms,
    `xml_calls` those without JSON.
 6. Hold it against the chat template token by token: a plain conversation, tools, reasoning in history, edge newlines, empty
    texts, control-token strings in text. Then bridge after every kind of ending: stop, no stop, stop and newline, open
@@ -133,7 +134,7 @@ def resolve_name(name: str, tokenizer: Any, model_type: str | None = None) -> tu
         if typed:
             return (
                 "default",
-                f"model type {model_type}, but control tokens or chat template are not those of {typed[0]}",
+                f"model type {model_type}, but control tokens or chat template are not those of {' or '.join(typed)}",
             )
         return "default", f"no hand-coded renderer for model type {model_type}"
     if name in RENDERERS:

@@ -146,6 +146,7 @@ class Renderer:
     name: ClassVar[str] = ""
     model_types: ClassVar[tuple[str, ...]] = ()  # transformers' names, for `auto`
     control_tokens: ClassVar[tuple[str, ...]] = ()  # what the tokenizer must have
+    told_by_template: ClassVar[bool] = False  # its model types and control tokens are other models' too
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     turn_start: ClassVar[str] = ""  # opens every turn
     generation_header: ClassVar[str] = ""  # what follows turn_start in the generation prompt
@@ -268,10 +269,9 @@ class Renderer:
         whole = self.render_ids([*messages, reply], tools)
         if whole[: len(prompt)] != prompt:
             opens = self.in_thinking(self.open_turn(prompt) or []) and not reply.get("reasoning_content")
-            remedy = ": its generation prompt opens reasoning, and the reply has none (--renderer-args thinking=false)"
-            raise ValueError(
-                f"{self.name} does not write this reply after its generation prompt{remedy if opens else ''}"
-            )
+            reason = ": its generation prompt opens reasoning, and the reply has none" if opens else ""
+            remedy = " (--renderer-args thinking=false)" if opens and "thinking" in self.options else ""
+            raise ValueError(f"{self.name} does not write this reply after its generation prompt{reason}{remedy}")
         turn, after = self.cut_at_stop(whole[len(prompt) :])
         if not ended:
             return turn
@@ -376,9 +376,9 @@ class Renderer:
             return False
         vocabulary = tokenizer.get_added_vocab()
         template = getattr(tokenizer, "chat_template", None)
-        return all(token in vocabulary for token in cls.control_tokens) and (
-            not template or (isinstance(template, str) and cls.fits_template(template))
-        )
+        if not all(token in vocabulary for token in cls.control_tokens):
+            return False
+        return isinstance(template, str) and cls.fits_template(template) if template else not cls.told_by_template
 
     @classmethod
     def fits_template(cls, template: str) -> bool:

@@ -32,9 +32,8 @@ from renderers.base import (
     as_list,
     function_of,
     text_of,
-    to_json,
 )
-from renderers.turns import is_broken, split_sectioned_calls
+from renderers.turns import is_broken, split_sectioned_calls, text_or_json
 
 CALLS = (
     "<｜tool▁calls▁begin｜>",
@@ -56,6 +55,7 @@ class DeepSeekV3(Renderer):
         *CALLS,
         *OUTPUTS,
     )
+    told_by_template = True  # from R1, V3.1 and others
     deviations: ClassVar = {"calls": "the template loses calls beside a text, and does not end a turn of one call"}
     stop_tokens = ("<｜end▁of▁sentence｜>",)
     turn_start, turn_end = "<｜Assistant｜>", "<｜end▁of▁sentence｜>"
@@ -67,11 +67,6 @@ class DeepSeekV3(Renderer):
                 "renderer deepseek-v3: this tokenizer drops spaces, as LlamaTokenizerFast does with DeepSeek's vocabulary; "
                 "load it with PreTrainedTokenizerFast.from_pretrained"
             )
-
-    @classmethod
-    def fits(cls, tokenizer: Any, model_type: str | None) -> bool:
-        # R1, V3.1 and others have this model type and these control tokens too: only the template tells them apart.
-        return bool(getattr(tokenizer, "chat_template", None)) and super().fits(tokenizer, model_type)
 
     @classmethod
     def fits_template(cls, template: str) -> bool:
@@ -158,14 +153,13 @@ def write_call(call: dict) -> list[str]:
         head, marker, body = call["raw"].partition("<｜tool▁sep｜>")
         return ["<｜tool▁call▁begin｜>", Body(head), marker, Body(body), "<｜tool▁call▁end｜>"]
     function = function_of(call)
-    arguments = function.get("arguments", {})
     return [
         "<｜tool▁call▁begin｜>",
         Plain(call.get("type") or "function"),
         "<｜tool▁sep｜>",
         Body(function["name"]),
         "\n```json\n",
-        Body(arguments if isinstance(arguments, str) else to_json(arguments)),
+        Body(text_or_json(function.get("arguments", {}))),
         "\n```<｜tool▁call▁end｜>",
     ]
 

@@ -38,7 +38,7 @@ from renderers.base import (
     function_of,
     text_of,
 )
-from renderers.turns import TOOL_CALL, is_broken, read_calls, read_json_call, split_reasoning
+from renderers.turns import TOOL_CALL, arguments_of, is_broken, read_calls, read_json_call, split_reasoning
 
 QUESTION, ANSWER = "Is the sky blue?", "Yes, on most days."
 USER = {"role": "user", "content": QUESTION}
@@ -86,7 +86,7 @@ class Default(Renderer):
             switches = ("enable_thinking", "thinking")
             switch = next((s for s in switches if re.search(rf"(?<![\w.'\"]){s}\b", self._template)), None)
             if switch is None:
-                raise ValueError("renderer default: this chat template has no switch for the option 'thinking'")
+                raise ValueError(f"--renderer-args thinking={self.thinking}: this chat template has no switch for it")
             self._switch = {switch: self.thinking}
         added = self._backend.get_added_tokens_decoder()
         self._special = _pattern(
@@ -341,6 +341,6 @@ def _for_template(message: Message) -> Message:
         function = dict(function_of(call))
         if isinstance(function.get("arguments"), str):
             with contextlib.suppress(ValueError):
-                function["arguments"] = json.loads(function["arguments"])
+                function["arguments"] = arguments_of(call)
         calls.append({"id": call.get("id", "call_0"), "type": "function", "function": function})
     return message | {"content": text} | ({"tool_calls": calls} if calls else {})

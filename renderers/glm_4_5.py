@@ -35,21 +35,21 @@ from renderers.base import (
     Segment,
     ToolCall,
     Writer,
-    as_list,
     function_of,
     text_of,
     to_json,
 )
 from renderers.turns import (
+    TOOL_CALL,
     argument_schemas,
-    argument_text,
     arguments_of,
     convert_argument,
     is_broken,
     join_content,
+    read_reasoning,
     split_calls,
     split_inline,
-    split_reasoning,
+    text_or_json,
     unknown_tool,
 )
 
@@ -75,7 +75,6 @@ CALL_FORMAT = """<tool_call>{function-name}
 ...
 </tool_call>"""
 
-CALL = ("<tool_call>", "</tool_call>")
 ARGUMENT = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 OPENERS = {"system": "<|system|>", "user": "<|user|>", "tool": "<|observation|>"}
 
@@ -88,7 +87,7 @@ class GLM45(Renderer):
     model_types = ("glm4_moe",)
     control_tokens = (
         *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
-        *("<think>", "</think>", *CALL, *ARGUMENT, "<tool_response>", "</tool_response>"),
+        *("<think>", "</think>", *TOOL_CALL, *ARGUMENT, "<tool_response>", "</tool_response>"),
     )
     stop_tokens = ("<|endoftext|>", "<|user|>", "<|observation|>")
     turn_start = "<|assistant|>"
@@ -154,7 +153,7 @@ class GLM45(Renderer):
         parts = ["<tool_call>", Body(function_of(call)["name"]), newline]
         for key, value in arguments_of(call).items():
             parts += ["<arg_key>", Body(key), f"</arg_key>{newline}"]
-            parts += ["<arg_value>", Body(argument_text(value)), f"</arg_value>{newline}"]
+            parts += ["<arg_value>", Body(text_or_json(value)), f"</arg_value>{newline}"]
         return [*parts, "</tool_call>"]
 
     def parse_response(
@@ -163,11 +162,8 @@ class GLM45(Renderer):
         prompt_ids: Iterable[int] | None = None,
         tools: Sequence[dict] | None = None,
     ) -> ParsedResponse:
-        turn, _ = self.cut_at_stop(as_list(completion_ids))
-        tail = self.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
-        segments = self.segments(turn, (*self.thinking_tags, *CALL, *ARGUMENT))
-        reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, self.in_thinking(tail or []))
-        texts, bodies = split_calls(segments, CALL, inner=ARGUMENT)
+        reasoning, complete, segments = read_reasoning(self, completion_ids, prompt_ids, (*TOOL_CALL, *ARGUMENT))
+        texts, bodies = split_calls(segments, TOOL_CALL, inner=ARGUMENT)
         calls = [read_call(body, closed, tools, f"call_{number}") for number, (body, closed) in enumerate(bodies)]
         return ParsedResponse(join_content(texts, bool(calls)), reasoning, calls, complete)
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from renderers.base import Body, Message, Writer
 from renderers.glm_4_5 import GLM45
+from renderers.turns import thinks_nothing
 
 
 class GLM5(GLM45):
@@ -46,5 +47,4 @@ class GLM5(GLM45):
         opening, closing = map(self.token_id, self.thinking_tags)
         if self.clear_thinking and any(message["role"] == "user" for message in new_messages):
             return opening in prompt or opening in completion or closing in completion
-        turn = (self.open_turn(prompt) or []) + list(completion)
-        return opening in turn and self.parse_response(turn).reasoning_content is None
+        return thinks_nothing(self, prompt, completion)

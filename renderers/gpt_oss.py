@@ -41,7 +41,6 @@ a JSON string, no blank lines after instructions without tools, and past calls i
 said before a call is commentary, as the model writes it (the template makes it analysis).
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -60,10 +59,9 @@ from renderers.base import (
     as_list,
     function_of,
     text_of,
-    to_json,
 )
 from renderers.harmony_types import typescript
-from renderers.turns import join_content, unknown_tool
+from renderers.turns import join_content, read_arguments, text_or_json
 
 CHANNELS = "\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message."
 FUNCTIONS_CHANNEL = "\nCalls to these tools must go to the commentary channel: 'functions'."
@@ -117,7 +115,7 @@ class GptOss(Renderer):
         try:
             date.fromisoformat(self.date)
         except (TypeError, ValueError):
-            raise ValueError(f"renderer gpt-oss: date is year-month-day, not {self.date!r}") from None
+            raise ValueError(f"--renderer-args date={self.date}: for gpt-oss it is year-month-day") from None
 
     @classmethod
     def fits_template(cls, template: str) -> bool:
@@ -177,9 +175,8 @@ class GptOss(Renderer):
                     write("<|start|>assistant<|channel|>commentary ")
                     if name := function_of(call).get("name"):
                         write("to=functions.", Body(name), " ")
-                    arguments = function_of(call).get("arguments", {})
-                    write("<|constrain|>json<|message|>")
-                    write(Body(arguments if isinstance(arguments, str) else to_json(arguments)), "<|call|>")
+                    arguments = text_or_json(function_of(call).get("arguments", {}))
+                    write("<|constrain|>json<|message|>", Body(arguments), "<|call|>")
             else:
                 raise ValueError(f"gpt-oss has no role {role!r}: it has system, developer, user, assistant and tool")
 
@@ -303,19 +300,4 @@ def with_authors(messages: Sequence[Message]) -> list[Message]:
 def read_call(part: Part, tools: Sequence[dict] | None, call_id: str) -> ToolCall:
     """A message to a function as a call; marked broken, never raising, where it is none that could be made."""
     raw, name = part.body or "", part.recipient.removeprefix("functions.")
-    call = ToolCall(name, raw, call_id, raw)
-    try:
-        arguments = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        call.error = f"not valid JSON: {error}" if part.end == "<|call|>" else "the call is not closed"
-        return call
-    if not name:
-        call.error = "a call names its function: to=functions.NAME"
-    elif part.end != "<|call|>":
-        call.error = "the call is not closed"
-    elif not isinstance(arguments, dict):
-        call.error = "the arguments are not a JSON object"
-    else:
-        call.error = unknown_tool(name, tools)
-        call.arguments = arguments if call.error is None else raw
-    return call
+    return read_arguments(ToolCall(name, raw, call_id, raw), part.end == "<|call|>", tools)

@@ -22,7 +22,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from renderers.base import (
     Body,
@@ -35,9 +35,8 @@ from renderers.base import (
     as_list,
     function_of,
     text_of,
-    to_json,
 )
-from renderers.turns import is_broken, split_sectioned_calls
+from renderers.turns import is_broken, split_sectioned_calls, text_or_json
 
 OPENERS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}  # all others: <|im_system|>
 TAG = re.compile("(<think>|</think>)")
@@ -58,14 +57,10 @@ class KimiK2(Renderer):
     name = "kimi-k2"
     model_types = ("kimi_k2", "deepseek_v3")
     control_tokens = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", *CALLS)
+    told_by_template = True  # from K2 Thinking, K2.5 and older releases
     stop_tokens = ("<|im_end|>",)
     turn_start, generation_header, turn_end = "<|im_assistant|>", "assistant<|im_middle|>", "<|im_end|>"
     default_system: ClassVar[str] = DEFAULT_SYSTEM
-
-    @classmethod
-    def fits(cls, tokenizer: Any, model_type: str | None) -> bool:
-        # The model types and the control tokens are those of K2 Thinking, K2.5 and older releases too: only the template tells.
-        return bool(getattr(tokenizer, "chat_template", None)) and super().fits(tokenizer, model_type)
 
     @classmethod
     def fits_template(cls, template: str) -> bool:
@@ -144,8 +139,7 @@ def write_call(call: dict, count: int) -> list[str]:
     else:
         function, marker = function_of(call), "<|tool_call_argument_begin|>"
         call_id, arguments = call.get("id") or f"functions.{function['name']}:{count}", function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else to_json(arguments)
-    return ["<|tool_call_begin|>", Body(call_id), marker, Body(text), "<|tool_call_end|>"]
+    return ["<|tool_call_begin|>", Body(call_id), marker, Body(text_or_json(arguments)), "<|tool_call_end|>"]
 
 
 def read_call(head: str, body: str) -> tuple[str, str, str]:

@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from renderers.base import Body, Message, ParsedResponse, Renderer, Writer, as_list, function_of
+from renderers.base import Body, Message, ParsedResponse, Renderer, Writer, function_of
 from renderers.kimi_k2 import CALLS, KimiK2, read_call
-from renderers.turns import split_reasoning, split_sectioned_calls
+from renderers.turns import read_reasoning, split_sectioned_calls
 
 
 class KimiK25(KimiK2):
@@ -85,10 +85,7 @@ class KimiK25(KimiK2):
         prompt_ids: Iterable[int] | None = None,
         tools: Sequence[dict] | None = None,
     ) -> ParsedResponse:
-        turn, _ = self.cut_at_stop(as_list(completion_ids))
-        tail = self.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
-        segments = self.segments(turn, (*self.thinking_tags, *CALLS))
-        reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, self.in_thinking(tail or []))
+        reasoning, complete, segments = read_reasoning(self, completion_ids, prompt_ids, CALLS)
         content, calls = split_sectioned_calls(segments, CALLS, read_call, tools)
         return ParsedResponse(content, reasoning, calls, complete)
 

@@ -41,21 +41,21 @@ from renderers.base import (
     Renderer,
     ToolCall,
     Writer,
-    as_list,
     function_of,
     text_of,
     to_json,
 )
 from renderers.turns import (
     argument_schemas,
-    argument_text,
     arguments_of,
     convert_argument,
     is_broken,
     join_content,
+    read_reasoning,
     split_calls,
     split_inline,
-    split_reasoning,
+    text_or_json,
+    thinks_nothing,
     unknown_tool,
 )
 
@@ -179,10 +179,7 @@ class MiniMaxM2(Renderer):
         prompt_ids: Iterable[int] | None = None,
         tools: Sequence[dict] | None = None,
     ) -> ParsedResponse:
-        turn, _ = self.cut_at_stop(as_list(completion_ids))
-        tail = self.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
-        segments = self.segments(turn, (*self.thinking_tags, *CALLS))
-        reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, self.in_thinking(tail or []))
+        reasoning, complete, segments = read_reasoning(self, completion_ids, prompt_ids, CALLS)
         texts, blocks = split_calls(segments, CALLS)
         raws = [raw for body, _ in blocks for raw in split_block(body[0][1])]
         calls = [read_call(raw, tools, f"call_{number}") for number, raw in enumerate(raws)]
@@ -193,8 +190,7 @@ class MiniMaxM2(Renderer):
         opening = self.token_id("<think>")
         if any(message["role"] == "user" for message in new_messages):
             return opening in prompt or opening in completion
-        turn = (self.open_turn(prompt) or []) + list(completion)
-        return opening in turn and self.parse_response(turn).reasoning_content is None
+        return thinks_nothing(self, prompt, completion)
 
 
 def write_call(call: dict) -> list[str]:
@@ -203,7 +199,7 @@ def write_call(call: dict) -> list[str]:
         return [Body(call["raw"])]
     parts = ['<invoke name="', Body(function_of(call)["name"]), '">\n']
     for key, value in arguments_of(call).items():
-        parts += ['<parameter name="', Body(key), '">', Body(argument_text(value)), "</parameter>\n"]
+        parts += ['<parameter name="', Body(key), '">', Body(text_or_json(value)), "</parameter>\n"]
     return [*parts, "</invoke>\n"]
 
 

@@ -47,12 +47,11 @@ from renderers.base import (
     Rendered,
     Renderer,
     Writer,
-    as_list,
     function_of,
     text_of,
     to_json,
 )
-from renderers.turns import TOOL_CALL, read_calls, split_reasoning
+from renderers.turns import TOOL_CALL, read_calls, read_reasoning, thinks_nothing
 from renderers.xml_calls import read_xml_call, write_xml_call, xml_tools, xml_value
 
 
@@ -65,6 +64,7 @@ class Nemotron3(Renderer):
     choices: ClassVar = Renderer.choices | {"clear_thinking": (True, False)}
     model_types = ("nemotron_h",)
     control_tokens = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    told_by_template = True  # from Ultra
     stop_tokens = ("<|im_end|>",)
     turn_start, generation_header, turn_end, after_turn = "<|im_start|>", "assistant\n", "<|im_end|>", "\n"
     thinking_tags = ("<think>", "</think>")
@@ -118,10 +118,7 @@ class Nemotron3(Renderer):
         prompt_ids: Iterable[int] | None = None,
         tools: Sequence[dict] | None = None,
     ) -> ParsedResponse:
-        turn, _ = self.cut_at_stop(as_list(completion_ids))
-        tail = self.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
-        segments = self.segments(turn, (*self.thinking_tags, *TOOL_CALL))
-        reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, self.in_thinking(tail or []))
+        reasoning, complete, segments = read_reasoning(self, completion_ids, prompt_ids, TOOL_CALL)
         content, calls = read_calls(segments, tools, read_xml_call)
         return ParsedResponse(content, reasoning, calls, complete)
 
@@ -135,10 +132,9 @@ class Nemotron3(Renderer):
                 for (marker, text), (following, _) in pairwise(segments)
             )
         # In any case it writes a block of blanks alone bare.
-        opening, closing = map(self.token_id, self.thinking_tags)
         turn = [*(self.open_turn(prompt) or []), *completion]
-        bare = turn[:2] == [opening, closing]
-        return opening in turn and not bare and self.parse_response(turn).reasoning_content is None
+        bare = turn[:2] == [self.token_id(tag) for tag in self.thinking_tags]
+        return not bare and thinks_nothing(self, prompt, completion)
 
 
 def reply(message: Message, cleared: bool) -> list[str]:

@@ -25,13 +25,14 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from renderers.base import Body, Message, ParsedResponse, Plain, Rendered, Renderer, Writer, as_list, text_of, to_json
+from renderers.base import Body, Message, ParsedResponse, Plain, Rendered, Renderer, Writer, text_of, to_json
 from renderers.turns import (
     TOOL_CALL,
     read_calls,
     read_json_call,
+    read_reasoning,
     split_inline,
-    split_reasoning,
+    thinks_nothing,
     tool_response,
     write_json_call,
 )
@@ -68,7 +69,8 @@ class Qwen3(Renderer):
 
     @classmethod
     def fits_template(cls, template: str) -> bool:
-        return "enable_thinking" in template and "</think>" in template
+        marks = ("enable_thinking", r"'<think>\n\n</think>\n\n'", r"""'<tool_call>\n{"name": "'""")
+        return all(mark in template for mark in marks)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None, add_generation_prompt: bool = False
@@ -114,10 +116,7 @@ class Qwen3(Renderer):
         prompt_ids: Iterable[int] | None = None,
         tools: Sequence[dict] | None = None,
     ) -> ParsedResponse:
-        turn, _ = self.cut_at_stop(as_list(completion_ids))
-        tail = self.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
-        segments = self.segments(turn, (*self.thinking_tags, *TOOL_CALL))
-        reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, self.in_thinking(tail or []))
+        reasoning, complete, segments = read_reasoning(self, completion_ids, prompt_ids, TOOL_CALL)
         content, calls = read_calls(segments, tools, read_json_call)
         return ParsedResponse(content, reasoning, calls, complete)
 
@@ -125,8 +124,7 @@ class Qwen3(Renderer):
         # A new query strips all thinking blocks before it; a tool result strips one that is empty, as the turn is no longer the last.
         if any(map(is_query, new_messages)):
             return self.token_id("<think>") in prompt or self.token_id("<think>") in completion
-        turn = (self.open_turn(prompt) or []) + list(completion)
-        return self.token_id("<think>") in turn and self.parse_response(turn).reasoning_content is None
+        return thinks_nothing(self, prompt, completion)
 
 
 def write_tools(writer: Writer, messages: Sequence[Message], tools: Sequence[dict] | None) -> int:

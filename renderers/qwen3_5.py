@@ -38,9 +38,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from renderers.base import Body, Message, ParsedResponse, Rendered, Renderer, Writer, as_list, text_of, to_json
+from renderers.base import Body, Message, ParsedResponse, Rendered, Renderer, Writer, text_of, to_json
 from renderers.qwen3_vl import parts_of
-from renderers.turns import TOOL_CALL, read_calls, split_inline, split_reasoning, tool_response
+from renderers.turns import TOOL_CALL, read_calls, read_reasoning, split_inline, tool_response
 from renderers.xml_calls import read_xml_call, write_xml_call, xml_tools
 
 
@@ -55,6 +55,7 @@ class Qwen35(Renderer):
         *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
         *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     )
+    told_by_template = True  # from a later generation's models
     stop_tokens = ("<|im_end|>", "<|endoftext|>")
     turn_start, generation_header, turn_end, after_turn = "<|im_start|>", "assistant\n", "<|im_end|>", "\n"
     thinking_tags = ("<think>", "</think>")
@@ -129,10 +130,7 @@ class Qwen35(Renderer):
         prompt_ids: Iterable[int] | None = None,
         tools: Sequence[dict] | None = None,
     ) -> ParsedResponse:
-        turn, _ = self.cut_at_stop(as_list(completion_ids))
-        tail = self.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
-        segments = self.segments(turn, (*self.thinking_tags, *TOOL_CALL))
-        reasoning, complete, segments = split_reasoning(segments, self.thinking_tags, self.in_thinking(tail or []))
+        reasoning, complete, segments = read_reasoning(self, completion_ids, prompt_ids, TOOL_CALL)
         content, calls = read_calls(segments, tools, read_xml_call)
         return ParsedResponse(content, reasoning, calls, complete)
 

@@ -40,6 +40,7 @@ class Qwen3VL(Renderer):
         *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
         *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     )
+    told_by_template = True  # from the Thinking models
     stop_tokens = ("<|im_end|>", "<|endoftext|>")
     turn_start, generation_header, turn_end, after_turn = "<|im_start|>", "assistant\n", "<|im_end|>", "\n"
 

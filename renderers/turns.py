@@ -5,10 +5,10 @@ never one that a text spells. A call that is cut off, malformed or of an unknown
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from renderers.base import Body, Message, Segment, ToolCall, function_of, to_json
+from renderers.base import Body, Message, Renderer, Segment, ToolCall, as_list, function_of, to_json
 
 
 def split_inline(message: Message, text: str, strip: Callable[[str, str], str] = str.lstrip) -> tuple[str, str]:
@@ -44,6 +44,23 @@ def split_reasoning(
     reasoning = segments[start][1] + "".join(marker + text for marker, text in segments[start + 1 : stop])
     after = [("", segments[stop][1]), *segments[stop + 1 :]] if stop < len(markers) else []
     return reasoning.strip("\n") or None, stop < len(markers), segments[:start] + after
+
+
+def read_reasoning(
+    renderer: Renderer, completion_ids: Iterable[int], prompt_ids: Iterable[int] | None, markers: Sequence[str]
+) -> tuple[str | None, bool, list[Segment]]:
+    """`split_reasoning` of a sampled turn, the rest of it cut at `markers`."""
+    turn, _ = renderer.cut_at_stop(as_list(completion_ids))
+    tail = renderer.open_turn(as_list(prompt_ids)) if prompt_ids is not None else None
+    segments = renderer.segments(turn, (*renderer.thinking_tags, *markers))
+    return split_reasoning(segments, renderer.thinking_tags, renderer.in_thinking(tail or []))
+
+
+def thinks_nothing(renderer: Renderer, prompt: Sequence[int], completion: Sequence[int]) -> bool:
+    """Whether the sampled turn has a thinking block with nothing in it: templates write none once the turn is history."""
+    turn = [*(renderer.open_turn(prompt) or []), *completion]
+    opened = renderer.token_id(renderer.thinking_tags[0]) in turn
+    return opened and renderer.parse_response(turn).reasoning_content is None
 
 
 TOOL_CALL = ("<tool_call>", "</tool_call>")
@@ -106,12 +123,11 @@ def write_json_call(call: dict) -> list[str]:
     if is_broken(call):
         return ["<tool_call>", Body(call["raw"]), "</tool_call>"]
     function = function_of(call)
-    arguments = function.get("arguments", {})
     return [
         '<tool_call>\n{"name": "',
         Body(function["name"]),
         '", "arguments": ',
-        Body(arguments if isinstance(arguments, str) else to_json(arguments)),
+        Body(text_or_json(function.get("arguments", {}))),
         "}\n</tool_call>",
     ]
 
@@ -119,23 +135,12 @@ def write_json_call(call: dict) -> list[str]:
 def read_json_call(raw: str, closed: bool, tools: Sequence[dict] | None, call_id: str) -> ToolCall:
     """One call written as JSON with `name` and `arguments`; marked broken, never raising, where it is anything else."""
     call = ToolCall("", raw, call_id, raw)
-    try:
-        parsed = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        call.error = f"not valid JSON: {error}" if closed else "the call is not closed"
-        return call
-    if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str) or not parsed["name"]:
-        call.error = "a call is a JSON object with a name"
-        return call
-    call.name = parsed["name"]
-    if not closed:
-        call.error = "the call is not closed"
-    elif not isinstance(parsed.get("arguments"), dict):
-        call.error = "the arguments are not a JSON object"
-    else:
-        call.error = unknown_tool(call.name, tools)
-        call.arguments = parsed["arguments"] if call.error is None else raw
-    return call
+    parsed = load_json(call, closed)
+    fields = parsed if isinstance(parsed, dict) else {}
+    call.name = fields["name"] if isinstance(fields.get("name"), str) else ""
+    if not call.name:
+        call.error = call.error or "a call is a JSON object with a name"
+    return settle(call, fields.get("arguments"), closed, tools)
 
 
 def split_sectioned_calls(
@@ -176,10 +181,21 @@ def split_sectioned_calls(
 
 def read_arguments(call: ToolCall, closed: bool, tools: Sequence[dict] | None) -> ToolCall:
     """The call, whose arguments are JSON text as yet, with them read; marked broken, never raising, where they are no object."""
+    return settle(call, load_json(call, closed), closed, tools)
+
+
+def load_json(call: ToolCall, closed: bool) -> object:
+    """The value of a call's arguments, which are JSON text as yet; where they are not, the call is marked broken."""
     try:
-        arguments = json.loads(call.arguments)
+        return json.loads(call.arguments)
     except (ValueError, RecursionError) as error:
         call.error = f"not valid JSON: {error}" if closed else "the call is not closed"
+        return None
+
+
+def settle(call: ToolCall, arguments: object, closed: bool, tools: Sequence[dict] | None) -> ToolCall:
+    """The call with the arguments that were read, unless something is wrong with it: then it says so and keeps its text."""
+    if call.error is not None:
         return call
     if not call.name:
         call.error = "a call has a name"
@@ -189,7 +205,8 @@ def read_arguments(call: ToolCall, closed: bool, tools: Sequence[dict] | None) -
         call.error = "the arguments are not a JSON object"
     else:
         call.error = unknown_tool(call.name, tools)
-        call.arguments = arguments if call.error is None else call.arguments
+    if call.error is None:
+        call.arguments = arguments
     return call
 
 
@@ -204,18 +221,19 @@ def arguments_of(call: dict) -> dict[str, Any]:
     ValueError for anything else: formats that write one argument after the other can only hold an object."""
     function = function_of(call)
     arguments = function.get("arguments") or {}
+    whose = f"the arguments of a call of {function.get('name')}"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"the arguments of a call of {function['name']} are not valid JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{whose} are not valid JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of a call of {function['name']} are not a JSON object: {arguments!r}")
+        raise ValueError(f"{whose} are not a JSON object: {arguments!r}")
     return arguments
 
 
-def argument_text(value: Any) -> str:
-    """An argument as the tagged formats write it: a string as it is, everything else as JSON."""
+def text_or_json(value: Any) -> str:
+    """An argument of a tagged call, or all those of a call in JSON: a string as it is, everything else as JSON."""
     return value if isinstance(value, str) else to_json(value)
 
 

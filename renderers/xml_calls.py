@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from renderers.base import Body, Plain, ToolCall, function_of, to_json
-from renderers.turns import argument_schemas, arguments_of, convert_argument, is_broken, unknown_tool
+from renderers.turns import argument_schemas, arguments_of, convert_argument, is_broken, settle
 
 TOOLS_BEFORE = """# Tools
 
@@ -99,6 +99,4 @@ def read_xml_call(raw: str, closed: bool, tools: Sequence[dict] | None, call_id:
         key, text = parameter.groups()
         arguments[key] = convert_argument(text, schema.get(key))
         at = parameter.end()
-    call.error = unknown_tool(call.name, tools)
-    call.arguments = arguments if call.error is None else raw
-    return call
+    return settle(call, arguments, closed, tools)

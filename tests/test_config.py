@@ -103,6 +103,10 @@ def test_the_dump_reads_back(file):
     (["--device", "tpu"], ["--device tpu"]),
     (["--name", "../x"], ["--name ../x"]),
     (["--renderer", "nope", "--steps", "0"], ["--renderer nope"]),
+    (["--renderer-args", "effort=low", "--steps", "0"], ["train.py: --renderer-args effort=low", "thinking_retention, thinking"]),
+    (["--renderer-args", "thinking=maybe", "--steps", "0"], ["--renderer-args thinking=maybe", "True, False"]),
+    (["--renderer-args", "thinking"], ["--renderer-args", "NAME=VALUE"]),
+    (["--thinking-retention", "some"], ["--thinking-retention", "some"]),
     (["--model", "/does/not/exist", "--steps", "0"], ["--model /does/not/exist"]),
     (["--loss", "custom", "--loss.import-path", "no.where", "--steps", "0"], ["--loss.import-path no.where"]),
     (["missing.py"], ["missing.py"]),
@@ -183,6 +187,11 @@ def test_tables_gates_and_samplers():
             "--roles",
             "tool=0.25",
             "user=0.05",
+            "--renderer-args",
+            "thinking=false",
+            "date=2026-01-15",
+            "--thinking-retention",
+            "template",
             "--gate.reject-max",
             "0.1",
             "--sampler",
@@ -191,6 +200,7 @@ def test_tables_gates_and_samplers():
     )
     (source,) = config.sources
     assert source.algo.roles == {"tool": 0.25, "user": 0.05}, "the whole table is replaced"
+    assert config.renderer_args == {"thinking": False, "date": "2026-01-15"} and config.thinking_retention == "template"
     assert source.gates == {"gate": AdvRangeConfig(0.0, 0.1)} and source.sampler == DifficultyPoolConfig()
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from renderers.check import main, read_args
-from tests.test_renderers import DATA, needs_data
+from tests.renderer_data import DATA, needs_data
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny" / "base"
@@ -74,7 +74,10 @@ def test_a_template_of_no_family_is_checked_through_default(tmp_path, capsys):
         (["{}"], "no tokenizer there"),
         ([str(TINY), "--renderer", "default"], "needs a chat template, and this tokenizer has none"),
         ([str(TINY), "--renderer", "qwen33"], "--renderer qwen33"),
-        ([str(TINY), "--renderer-args", "reasoning_effort=low"], "no option 'reasoning_effort'"),
+        (
+            [str(TINY), "--renderer-args", "reasoning_effort=low"],
+            "--renderer-args reasoning_effort=low: qwen3 has no such option",
+        ),
         ([str(TINY), "--renderer-args", "thinking"], "NAME=VALUE"),
         ([str(TINY), "--template", "{}/none.jinja"], "none.jinja"),
     ],

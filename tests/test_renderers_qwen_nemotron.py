@@ -2,33 +2,14 @@
 
 import pytest
 
-from renderers import make_renderer, resolve_name
-from tests.test_renderers import assistant, needs_data, real_tokenizer, sample, user
+from renderers import make_renderer
+from tests.renderer_data import assistant, needs_data, real_tokenizer, sample, user
 
 pytestmark = needs_data
 
 
 def decoded(renderer, messages, **more):
     return renderer.tokenizer.decode(renderer.render_ids(messages, **more))
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "template", "model_type", "name"),
-    [
-        ("qwen3-vl", "qwen3-vl", "qwen3_vl", "qwen3-vl"),
-        ("qwen3-vl", "qwen3-vl", "qwen3_vl_moe", "qwen3-vl"),
-        ("qwen3-vl", "qwen3", "qwen3_vl", "default"),
-        ("qwen3-vl", "qwen3-Instruct-2507", "qwen3_vl", "default"),
-        ("qwen3.5", "qwen3.5", "qwen3_5", "qwen3.5"),
-        ("qwen3.5", "qwen3.5-nothink", "qwen3_5_moe", "qwen3.5"),
-        ("qwen3.5", "qwen3", "qwen3_5", "default"),
-        ("nemotron-3", "nemotron-3", "nemotron_h", "nemotron-3"),
-        ("nemotron-3", "nemotron-3-super", "nemotron_h", "nemotron-3"),
-        ("nemotron-3", "nemotron-3-ultra", "nemotron_h", "default"),
-    ],
-)
-def test_auto_tells_templates_of_one_model_type_apart(tokenizer, template, model_type, name):
-    assert resolve_name("auto", real_tokenizer(f"tokenizers/{tokenizer}", f"{template}.jinja"), model_type)[0] == name
 
 
 @pytest.mark.parametrize(("template", "opens"), [("qwen3.5", True), ("qwen3.5-nothink", False)])

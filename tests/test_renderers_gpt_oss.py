@@ -4,7 +4,7 @@ import pytest
 
 from renderers import harmony_types, make_renderer, resolve_name
 from renderers.harmony_types import typescript
-from tests.test_renderers import assistant, byte_tokenizer, call, sample, user
+from tests.renderer_data import assistant, byte_tokenizer, call, sample, user
 
 HARMONY = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 TOKENIZER = byte_tokenizer(more=HARMONY)
@@ -122,7 +122,7 @@ def test_every_channel_is_read():
     assert read("Hm.<|end|><|start|>assistant" + ANSWER, opened) == ("Hm.", "Yes.", [])
     assert read(CALL.replace("<|call|>", ""))[2] == [("look", "the call is not closed")]
     assert read(CALL.replace('{"at": 1}', "[]"))[2] == [("look", "the arguments are not a JSON object")]
-    assert "names its function" in read(CALL.replace("to=functions.look ", ""))[2][0][1]
+    assert read(CALL.replace("to=functions.look ", ""))[2] == [("", "a call has a name")]
     cut = RENDERER.parse_response(sample(TOKENIZER, "<|channel|>analysis<|message|>Hm"))
     assert (cut.reasoning_content, cut.reasoning_complete) == ("Hm", False)
 

@@ -1,26 +1,21 @@
 """Kimi K2, Kimi K2.5 and DeepSeek V3, beyond the cases: any conversation, any ids, TypeScript, and which template is whose."""
 
-import json
-from functools import cache
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from renderers import make_renderer, resolve_name
+from renderers import make_renderer
 from renderers.deepseek_v3 import DeepSeekV3
 from renderers.kimi_k2 import KimiK2
 from renderers.kimi_k2_5 import KimiK25
-from tests.test_renderers import (
+from tests.renderer_data import (
     WEATHER,
     assistant,
     byte_tokenizer,
     call,
-    needs_data,
     quick,
-    real_tokenizer,
     sample,
     user,
 )
@@ -71,37 +66,6 @@ def test_bridge_is_what_the_renderer_writes_after_a_turn(name, data):
         bridge, start = renderer.bridge(prompt, completion, new, [WEATHER]), len(prompt) + len(completion)
         assert bridge.roles == whole.roles[start:]
         assert bridge.is_content == whole.is_content[start:]
-
-
-@families
-@quick
-@given(replies)
-def test_parse_of_render_is_the_message(name, message):
-    renderer = RENDERERS[name]
-    prompt = renderer.render_ids([user("q")], None, True)
-    ids = renderer.render_ids([user("q"), message])
-    assert ids[: len(prompt)] == prompt
-    parsed = renderer.parse_response(ids[len(prompt) :], prompt)
-    strip = str.strip if message["tool_calls"] else str.lstrip
-    written = name == "kimi-k2.5" and message["tool_calls"]
-    assert parsed.content == strip(message["content"], "\n")
-    assert parsed.reasoning_content == ((message["reasoning_content"].strip("\n") or None) if written else None)
-    assert [(one.arguments, one.error) for one in parsed.tool_calls] == [
-        (one["function"]["arguments"], None) for one in message["tool_calls"]
-    ]
-
-
-@families
-@quick
-@given(st.lists(st.integers(0, 320) | st.sampled_from([-1, 10**6, 2**31, 2**40]), max_size=30), st.booleans())
-def test_no_exception_from_any_ids(name, ids, prompted):
-    renderer = RENDERERS[name]
-    prompt = renderer.render_ids([user("q")], None, True) if prompted else ids
-    for tools in (None, [WEATHER]):
-        parsed = renderer.parse_response(ids, prompt, tools)
-        assert json.dumps(parsed.message()) and renderer.render_ids([user("q"), parsed.message()])
-        following = renderer.bridge_to_next_turn(prompt, ids, [user("And?")], tools)
-        assert following is None or following[: len(prompt) + len(ids)] == prompt + ids
 
 
 ENDINGS = {  # what was sampled, and what the bridge writes before the next turn
@@ -284,57 +248,3 @@ type ping = (_: {}) => any;
     untyped = [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": {"title": "A"}}}}}]
     assert K25.declare(untyped) == K2.declare(untyped)
     assert K2.declare(untyped).startswith('[{"function":{"name":"x","parameters":{"properties"')
-
-
-@needs_data
-def test_auto_tells_the_templates_apart():
-    def chosen(tokenizer, template, model_type):
-        return resolve_name("auto", real_tokenizer(f"tokenizers/{tokenizer}", template), model_type)[0]
-
-    for model_type in ("kimi_k2", "deepseek_v3"):
-        assert chosen("kimi-k2", "kimi-k2.jinja", model_type) == "kimi-k2"
-    for model_type in ("kimi_k25", "kimi_k2", "deepseek_v3"):
-        assert chosen("kimi-k2.5", "kimi-k2.5.jinja", model_type) == "kimi-k2.5"
-        assert chosen("kimi-k2.5", "kimi-k2.5-nvidia-NVFP4.jinja", model_type) == "default"
-    assert chosen("kimi-k2", "kimi-k2.jinja", "kimi_k25") == "default"
-    assert chosen("deepseek-v3", "deepseek-v3.jinja", "deepseek_v3") == "deepseek-v3"
-    assert chosen("deepseek-v3", "deepseek-v3.jinja", "kimi_k2") == "default"
-    for tokenizer in ("deepseek-v3", "kimi-k2", "kimi-k2.5"):
-        bare = real_tokenizer(f"tokenizers/{tokenizer}")
-        bare.chat_template = None
-        assert resolve_name("auto", bare, "deepseek_v3")[0] == "default"
-
-
-once = cache(real_tokenizer)
-
-
-@needs_data
-@pytest.mark.parametrize(("name", "thinking"), [("kimi-k2", None), ("kimi-k2.5", None), ("kimi-k2.5", False)])
-@quick
-@given(st.lists(others | replies, min_size=1, max_size=6), st.booleans())
-def test_kimi_equals_its_template(name, thinking, messages, generate):
-    tokenizer = once(f"tokenizers/{name}", f"{name}.jinja")
-    messages = json.loads(json.dumps(messages).replace("<", "(").replace("\\u003c", "("))
-    options = {} if thinking is None else {"thinking": thinking}
-    renderer = make_renderer(name, tokenizer, **options)
-    switches = options | ({"tools_ts_str": renderer.declare([WEATHER])} if name == "kimi-k2.5" else {})
-    expected = tokenizer.apply_chat_template(
-        messages,
-        tools=json.loads(json.dumps([WEATHER], sort_keys=True)),
-        add_generation_prompt=generate,
-        return_dict=False,
-        **switches,
-    )
-    assert renderer.render_ids(messages, [WEATHER], generate) == expected
-
-
-@needs_data
-@quick
-@given(st.lists(others | replies, min_size=1, max_size=6), st.booleans())
-def test_deepseek_equals_its_template_where_that_works(messages, generate):
-    tokenizer = once("tokenizers/deepseek-v3", "deepseek-v3.jinja")
-    messages = [{key: m[key] for key in ("role", "content")} for m in messages if m["role"] != "tool"]
-    messages = json.loads(json.dumps(messages).replace("\\uff5c", "|"))
-    if messages:
-        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=generate, return_dict=False)
-        assert make_renderer("deepseek-v3", tokenizer).render_ids(messages, None, generate) == expected

@@ -1,4 +1,4 @@
-"""Tool calls in XML: what is written is read back, by the schema, and what is no call is marked broken."""
+"""Calls that are written without quotes: arguments are read by the schema; in XML, what is no call is marked broken."""
 
 import pytest
 from hypothesis import given, settings
@@ -45,17 +45,26 @@ def test_a_call_that_was_written_is_read_back(arguments):
 @pytest.mark.parametrize(
     ("text", "schema", "value"),
     [
+        ("3", None, "3"),
+        ("3", True, "3"),
+        ("3", {}, 3),
+        ("3", {"type": "string"}, "3"),
         ("3", {"type": "integer"}, 3),
+        ("3", {"type": ["string", "number"]}, 3),
+        ("3.5", {"type": ["string", "integer"]}, "3.5"),
         ("three", {"type": "integer"}, "three"),
         ("true", {"type": "boolean"}, True),
         ("True", {"type": "boolean"}, True),
         ("true", {"type": "integer"}, "true"),
-        ("3", {"type": "string"}, "3"),
         ("null", {"type": "string"}, "null"),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
         ("None", {"type": ["string", "null"]}, None),
         ('{"a": 1}', {"$ref": "#/$defs/Where"}, {"a": 1}),
+        ('"a"', {"type": ["string", "null"]}, '"a"'),
+        ("a", {"enum": ["a", "b"]}, "a"),
+        ("2", {"enum": ["1", "2"]}, "2"),
         ("2", {"enum": [1, 2]}, 2),
-        ("3", None, "3"),
+        ("[1", {"type": "array"}, "[1"),
         ("[" * 100_000, {"type": "array"}, "[" * 100_000),
         ("1" * 5000, {"type": "integer"}, "1" * 5000),
     ],
