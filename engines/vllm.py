@@ -232,7 +232,9 @@ class VLLMEngine(Engine):
                 raise
             for output in outputs:
                 if output.finished and output.request_id in self._waiting:
-                    self._waiting.pop(output.request_id).set_result(output)
+                    future = self._waiting.pop(output.request_id)
+                    if not future.done():  # else it was given up in this very turn of the event loop
+                        future.set_result(output)
             await asyncio.sleep(0)  # whoever got an answer asks again before the next step
 
 

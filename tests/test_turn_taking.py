@@ -154,6 +154,18 @@ def test_the_engine_is_asked_for_exactly_the_sampling(on_gpu):
     assert expected.items() <= asked[0].items() and asked[0]["ignore_eos"] and asked[0]["logprobs"] == 0
 
 
+def test_a_request_that_is_given_up_as_it_is_answered_takes_no_other_with_it(on_gpu):
+    engine = on_gpu()
+
+    async def both():
+        given_up, other = [asyncio.create_task(engine.generate([1, i], Sampling(1))) for i in range(2)]
+        await asyncio.sleep(0)
+        given_up.cancel()  # the step that answers it runs before the task hears of that
+        return (await asyncio.wait_for(other, 5)).token_ids
+
+    assert asyncio.run(both()) == [1]
+
+
 def test_the_share_of_memory_is_what_the_trainer_leaves(on_gpu):
     gib = 2**30
     assert memory_share(70 * gib, 80 * gib, 8 * gib) == pytest.approx(60 / 80)
