@@ -224,10 +224,14 @@ class VLLMEngine(Engine):
     def _give_up(self, episode: Hashable) -> None:
         self._drop([request_id for request_id, (asking, _) in self._waiting.items() if asking == episode])
 
-    def _drop(self, request_ids: list[str]) -> None:
-        """Take requests back from vLLM and cancel whoever waits for them."""
+    def _drop(self, request_ids: list[str], error: Exception | None = None) -> None:
+        """Take requests back from vLLM. Whoever waits for one gets the error, or is cancelled."""
         for request_id in request_ids:
-            self._waiting.pop(request_id)[1].cancel()
+            _, future = self._waiting.pop(request_id)
+            if error is None:
+                future.cancel()
+            elif not future.done():
+                future.set_exception(RuntimeError(f"vLLM failed: {error}"))
         self.llm.llm_engine.abort_request(request_ids)
 
     async def _step_while_waiting(self) -> None:
@@ -236,9 +240,8 @@ class VLLMEngine(Engine):
                 with self._kept_generators():
                     outputs = self.llm.llm_engine.step()
             except Exception as error:
-                for _, future in self._waiting.values():
-                    future.set_exception(RuntimeError(f"vLLM failed: {error}"))
-                self._waiting.clear()
+                self._drop(list(self._waiting), error)
+                self.llm.reset_prefix_cache()  # vLLM lists blocks there before it computes them
                 raise
             for output in outputs:
                 if output.finished and output.request_id in self._waiting:

@@ -184,6 +184,22 @@ def test_an_episode_takes_its_requests_with_it(on_gpu, tiny_path):
         assert asyncio.run(play()).version == 1
 
 
+def test_a_failed_step_fails_its_requests_and_leaves_nothing_of_them(on_gpu):
+    engine, aborted = on_gpu(), []
+    vllm = engine.llm.llm_engine
+    vllm.abort_request, step = lambda ids: (aborted.extend(ids), engine.llm.queue.clear()), vllm.step
+
+    def fail():
+        vllm.step = step
+        raise RuntimeError("out of memory")
+
+    vllm.step = fail
+    with pytest.raises(RuntimeError, match="vLLM failed: out of memory"):
+        answer(engine)
+    assert len(aborted) == 1 and engine.llm.calls == ["reset"], "its blocks are in the cache, but were not computed"
+    assert answer(engine) == 1
+
+
 def test_a_closed_engine_is_asked_for_nothing(on_gpu):
     engine = on_gpu()
 
