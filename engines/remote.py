@@ -50,7 +50,11 @@ class RemoteEngine(Engine):
         super().__init__(max_context)
         self.model, self.option, self.renderer = model, option, renderer
         self.speaks_tokens = True  # else it is asked by messages
-        key = os.environ.get(model.api_key_env) or "none"
+        key = os.environ.get(model.api_key_env, "").strip() or "none"
+        if not (key.isascii() and key.isprintable()):  # the error of a client that refuses a header would show it
+            raise ValueError(
+                f"--{option}.api-key-env {model.api_key_env}: its value can not be a key, no header can carry it"
+            )
         self._servers = [
             Server(openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=model.timeout), url)
             for url in (part.strip().rstrip("/") for part in model.base_url.split(","))

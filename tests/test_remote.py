@@ -431,6 +431,17 @@ def test_the_key_goes_to_the_server_and_nowhere_else(served, monkeypatch, capsys
     assert "sk-secret" not in str(error.value) + str(later.value) + repr(engine.model) + "".join(capsys.readouterr())
 
 
+def test_a_key_with_a_line_end_is_sent_without_and_one_that_no_header_carries_is_not_shown(served, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sk-secret\n")
+    assert "scores token ids" in run(client(served, api_key_env="MY_KEY").preflight("score", 128))
+    assert served.headers[0]["authorization"] == "Bearer sk-secret"
+    for key in ("sk-secret\nsk-other", "sk-secr\u00e9t"):
+        monkeypatch.setenv("MY_KEY", key)
+        with pytest.raises(ValueError, match="--teacher.api-key-env MY_KEY: ") as error:
+            client(served, api_key_env="MY_KEY")
+        assert "sk-secr" not in str(error.value)
+
+
 # In a run.
 
 
