@@ -160,6 +160,10 @@ class RemoteEngine(Engine):
                 raise self._error(
                     "base-url", server.url, f"no answer in {PREFLIGHT_SECONDS:g} s; is it still loading its model?"
                 ) from None
+            except (AttributeError, LookupError, TypeError) as error:  # what an answer of another shape ends in
+                raise self._error(
+                    "base-url", server.url, f"its answers make no sense ({error}); is that an OpenAI-compatible server?"
+                ) from None
             lengths += [length] if length else []
         # A server samples one token after what it scores.
         self.max_context = min([self.max_context, *(length - 1 if needs == "score" else length for length in lengths)])

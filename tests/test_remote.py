@@ -386,6 +386,10 @@ PREFLIGHTS = {
     "wrong length": ("completions", scored_with(lambda entries: entries[:-1]), "128 tokens and gave 127 entries"),
     "null": ("completions", scored_with(lambda entries: [*entries[:60], None, *entries[61:]]), "no log-prob for token 60"),
     "refused": ("completions", lambda *_: (400, {"message": "too long"}), "can not score 128 tokens"),
+    "models without a name": ("/models", lambda *_: {"data": ["teacher"]}, "its answers make no sense"),
+    "length in words": ("/models", lambda *_: {"data": [{"id": "teacher", "max_model_len": "129"}]}, "make no sense"),
+    "no tokens": ("/tokenize", lambda *_: {"tokens": None}, "its answers make no sense"),
+    "choice of nothing": ("completions", lambda *_: {"choices": [None]}, "its answers make no sense"),
     "probe hangs": ("completions", lambda *_: "hang", "no answer in 1 s"),
 }  # fmt: skip
 
