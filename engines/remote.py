@@ -285,7 +285,7 @@ class RemoteEngine(Engine):
         return ValueError(f"--{self.option}.{field} {value}: {what}")
 
     async def _ask(self, request: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:
-        """Send a request, to the least busy server first. Raises RuntimeError when its time is over or it is refused."""
+        """Send a request to the least busy server that rests from no failure. Raises RuntimeError when its time is over or it is refused."""
         async with self._free:
             try:
                 async with asyncio.timeout(self.model.timeout):
@@ -297,12 +297,13 @@ class RemoteEngine(Engine):
 
     async def _try(self, request: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:
         for attempt in range(self.model.retries + 1):
-            server = min(self._servers, key=lambda server: (server.failures, server.busy))
+            now = asyncio.get_running_loop().time()
+            server = min(self._servers, key=lambda server: (max(now, server.rests_until), server.busy))
             server.busy += 1
             try:
                 answer = await request(server.client)
             except (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError) as error:
-                server.failures += 1
+                server.rests_until = now + LONGEST_PAUSE
                 if attempt == self.model.retries:
                     raise RuntimeError(
                         f"{self.model.name} at {server.url}, after {attempt + 1} tries: {_short(error)}"
@@ -314,7 +315,6 @@ class RemoteEngine(Engine):
             except (openai.OpenAIError, json.JSONDecodeError) as error:
                 raise RuntimeError(f"{self.model.name} at {server.url}: {_short(error)}") from error
             else:
-                server.failures = 0
                 return answer
             finally:
                 server.busy -= 1
@@ -347,10 +347,11 @@ class RemoteEngine(Engine):
 
 
 class Server:
-    """One address of a model: its client, how many requests it has, and how many failed in a row."""
+    """One address of a model: its client, how many requests it has, and until when others are asked instead, because one
+    failed (in the event loop's seconds)."""
 
     def __init__(self, client: openai.AsyncOpenAI, url: str) -> None:
-        self.client, self.url, self.busy, self.failures = client, url, 0, 0
+        self.client, self.url, self.busy, self.rests_until = client, url, 0, 0.0
 
 
 def _finish_reason(choice: Any) -> str:
