@@ -342,6 +342,10 @@ class RemoteEngine(Engine):
             logprob = value.get("logprob") if isinstance(value, dict) else None
             if not isinstance(logprob, int | float) or not math.isfinite(logprob):
                 raise ValueError(f"{self.model.name} gave no log-prob for token {at} of {len(ids)}")
+            if logprob > 1e-3:
+                raise ValueError(
+                    f"{self.model.name} gave {logprob:g} for token {at}, which is no log-prob; its server needs --logprobs-mode raw_logprobs"
+                )
             scores[at] = logprob
         return scores
 

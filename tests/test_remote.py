@@ -174,6 +174,7 @@ def test_scores_are_the_servers_at_every_token_but_the_first(served):
             "no log-prob for token 1",
         ),
         ([None, {"6": {"logprob": float("nan")}}, {"9": {"logprob": -1.0}}, {"7": {"logprob": -1.0}}], "token 1 of 4"),
+        ([None, {"6": {"logprob": 2.5}}, {"9": {"logprob": -1.0}}, {"7": {"logprob": -1.0}}], "2.5 .* is no log-prob"),
         ([None, {"6": -1.0}, {"9": -1.0}, {"7": -1.0}], "no log-prob for token 1 of 4"),
         ([None, {"6": {"logprob": -1.0}}], "prompt_logprobs of 4 tokens and gave 2 entries"),
         (None, "prompt_logprobs of 4 tokens and gave none"),
