@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from traces import ActionLoss, Episode, route_actions, trainable_traces
 
@@ -129,6 +130,13 @@ def require_frozen(algo: str, flag: str, role: str, model: Any, why_not_policy: 
     for url in model.base_url.split(","):
         if not url.strip().startswith(("http://", "https://")):
             raise ValueError(f"--{flag}.base-url {url}: must begin with http:// or https://")
+        try:
+            parts = urlsplit(url.strip())
+            whole = bool(parts.hostname) and parts.port != 0  # a port that is no number up to 65535 raises
+        except ValueError:
+            whole = False
+        if not whole:
+            raise ValueError(f"--{flag}.base-url {url}: is no address of a server, like http://localhost:8001/v1")
     if not (math.isfinite(model.timeout) and model.timeout > 0):
         raise ValueError(f"--{flag}.timeout {model.timeout}: must be a positive number")
     for knob, least in (("retries", 0), ("max_concurrent", 1)):

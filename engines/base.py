@@ -144,6 +144,8 @@ class Engine:
             EPISODE.reset(token)
             self._live[episode] -= 1
             self._live += Counter()  # drops what is at zero
+            if episode not in self._live:
+                self._give_up(episode)
             self._state_changed()
 
     @contextlib.contextmanager
@@ -160,6 +162,10 @@ class Engine:
 
     def _state_changed(self) -> None:
         """Called whenever an episode ends or goes outside."""
+
+    def _give_up(self, episode: Hashable) -> None:
+        """Cancel what an episode that ended still asks for: it may have failed while another of its agents was speaking, and
+        the engine could not change its weights while that request waits."""
 
     def _admit(self, prompt_ids: Sequence[int]) -> None:
         """Raise for a request that can not be sampled now."""

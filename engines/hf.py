@@ -90,6 +90,12 @@ class HFEngine(Engine):
     def _state_changed(self) -> None:
         self._changed.set()
 
+    def _give_up(self, episode: Hashable) -> None:
+        for request in self._pending:
+            if request.episode == episode:
+                request.future.cancel()
+        self._pending = [request for request in self._pending if request.episode != episode]
+
     async def _run_pending(self) -> None:
         while self._pending:
             await self._everyone_waits()

@@ -50,7 +50,11 @@ class RemoteEngine(Engine):
         super().__init__(max_context)
         self.model, self.option, self.renderer = model, option, renderer
         self.speaks_tokens = True  # else it is asked by messages
-        key = os.environ.get(model.api_key_env) or "none"
+        key = os.environ.get(model.api_key_env, "").strip() or "none"
+        if not (key.isascii() and key.isprintable()):  # the error of a client that refuses a header would show it
+            raise ValueError(
+                f"--{option}.api-key-env {model.api_key_env}: its value can not be a key, no header can carry it"
+            )
         self._servers = [
             Server(openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=model.timeout), url)
             for url in (part.strip().rstrip("/") for part in model.base_url.split(","))
@@ -155,6 +159,10 @@ class RemoteEngine(Engine):
             except TimeoutError:
                 raise self._error(
                     "base-url", server.url, f"no answer in {PREFLIGHT_SECONDS:g} s; is it still loading its model?"
+                ) from None
+            except (AttributeError, LookupError, TypeError) as error:  # what an answer of another shape ends in
+                raise self._error(
+                    "base-url", server.url, f"its answers make no sense ({error}); is that an OpenAI-compatible server?"
                 ) from None
             lengths += [length] if length else []
         # A server samples one token after what it scores.
@@ -277,7 +285,7 @@ class RemoteEngine(Engine):
         return ValueError(f"--{self.option}.{field} {value}: {what}")
 
     async def _ask(self, request: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:
-        """Send a request, to the least busy server first. Raises RuntimeError when its time is over or it is refused."""
+        """Send a request to the least busy server that rests from no failure. Raises RuntimeError when its time is over or it is refused."""
         async with self._free:
             try:
                 async with asyncio.timeout(self.model.timeout):
@@ -289,12 +297,13 @@ class RemoteEngine(Engine):
 
     async def _try(self, request: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:
         for attempt in range(self.model.retries + 1):
-            server = min(self._servers, key=lambda server: (server.failures, server.busy))
+            now = asyncio.get_running_loop().time()
+            server = min(self._servers, key=lambda server: (max(now, server.rests_until), server.busy))
             server.busy += 1
             try:
                 answer = await request(server.client)
             except (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError) as error:
-                server.failures += 1
+                server.rests_until = now + LONGEST_PAUSE
                 if attempt == self.model.retries:
                     raise RuntimeError(
                         f"{self.model.name} at {server.url}, after {attempt + 1} tries: {_short(error)}"
@@ -306,7 +315,6 @@ class RemoteEngine(Engine):
             except (openai.OpenAIError, json.JSONDecodeError) as error:
                 raise RuntimeError(f"{self.model.name} at {server.url}: {_short(error)}") from error
             else:
-                server.failures = 0
                 return answer
             finally:
                 server.busy -= 1
@@ -334,15 +342,20 @@ class RemoteEngine(Engine):
             logprob = value.get("logprob") if isinstance(value, dict) else None
             if not isinstance(logprob, int | float) or not math.isfinite(logprob):
                 raise ValueError(f"{self.model.name} gave no log-prob for token {at} of {len(ids)}")
+            if logprob > 1e-3:
+                raise ValueError(
+                    f"{self.model.name} gave {logprob:g} for token {at}, which is no log-prob; its server needs --logprobs-mode raw_logprobs"
+                )
             scores[at] = logprob
         return scores
 
 
 class Server:
-    """One address of a model: its client, how many requests it has, and how many failed in a row."""
+    """One address of a model: its client, how many requests it has, and until when others are asked instead, because one
+    failed (in the event loop's seconds)."""
 
     def __init__(self, client: openai.AsyncOpenAI, url: str) -> None:
-        self.client, self.url, self.busy, self.failures = client, url, 0, 0
+        self.client, self.url, self.busy, self.rests_until = client, url, 0, 0.0
 
 
 def _finish_reason(choice: Any) -> str:

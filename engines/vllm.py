@@ -21,7 +21,7 @@ import itertools
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.base import Completion, Engine, Sampling, accounted, head_of, seed_of
+from engines.base import EPISODE, Completion, Engine, Sampling, accounted, head_of, seed_of
 
 # What a share of the GPU's memory must leave beside the trainer's tensors: the CUDA context, and a tensor on its way.
 SPARE_BYTES = 2 * 2**30
@@ -65,7 +65,7 @@ class VLLMEngine(Engine):
         super().__init__(min(max_context or 2**31, getattr(config, "max_position_embeddings", 2**31)))
         self._names = WeightNames(config)
         self._vocabulary = config.get_text_config().vocab_size
-        self._waiting: dict[str, asyncio.Future] = {}
+        self._waiting: dict[str, tuple[Hashable, asyncio.Future]] = {}  # who asks, and where the answer goes
         self._ids = itertools.count()
         self._loop: asyncio.Task | None = None
 
@@ -184,6 +184,7 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         """Release vLLM and what it holds on the device."""
         self.asleep = True
+        self._drop(list(self._waiting))
         del self.llm
         gc.collect()
 
@@ -211,14 +212,27 @@ class VLLMEngine(Engine):
         request_id, future = str(next(self._ids)), asyncio.get_running_loop().create_future()
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": f"version {self.version}"}
         self.llm.llm_engine.add_request(request_id, prompt, params)
-        self._waiting[request_id] = future
+        self._waiting[request_id] = EPISODE.get(), future
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._step_while_waiting())
         try:
             return await future
         finally:
-            if self._waiting.pop(request_id, None) is not None:  # the caller gave up
-                self.llm.llm_engine.abort_request([request_id])
+            if request_id in self._waiting:  # the caller gave up
+                self._drop([request_id])
+
+    def _give_up(self, episode: Hashable) -> None:
+        self._drop([request_id for request_id, (asking, _) in self._waiting.items() if asking == episode])
+
+    def _drop(self, request_ids: list[str], error: Exception | None = None) -> None:
+        """Take requests back from vLLM. Whoever waits for one gets the error, or is cancelled."""
+        for request_id in request_ids:
+            _, future = self._waiting.pop(request_id)
+            if error is None:
+                future.cancel()
+            elif not future.done():
+                future.set_exception(RuntimeError(f"vLLM failed: {error}"))
+        self.llm.llm_engine.abort_request(request_ids)
 
     async def _step_while_waiting(self) -> None:
         while self._waiting:
@@ -226,13 +240,14 @@ class VLLMEngine(Engine):
                 with self._kept_generators():
                     outputs = self.llm.llm_engine.step()
             except Exception as error:
-                for future in self._waiting.values():
-                    future.set_exception(RuntimeError(f"vLLM failed: {error}"))
-                self._waiting.clear()
+                self._drop(list(self._waiting), error)
+                self.llm.reset_prefix_cache()  # vLLM lists blocks there before it computes them
                 raise
             for output in outputs:
                 if output.finished and output.request_id in self._waiting:
-                    self._waiting.pop(output.request_id).set_result(output)
+                    _, future = self._waiting.pop(output.request_id)
+                    if not future.done():  # else it was given up in this very turn of the event loop
+                        future.set_result(output)
             await asyncio.sleep(0)  # whoever got an answer asks again before the next step
 
 

@@ -154,6 +154,65 @@ def test_the_engine_is_asked_for_exactly_the_sampling(on_gpu):
     assert expected.items() <= asked[0].items() and asked[0]["ignore_eos"] and asked[0]["logprobs"] == 0
 
 
+def test_a_request_that_is_given_up_as_it_is_answered_takes_no_other_with_it(on_gpu):
+    engine = on_gpu()
+
+    async def both():
+        given_up, other = [asyncio.create_task(engine.generate([1, i], Sampling(1))) for i in range(2)]
+        await asyncio.sleep(0)
+        given_up.cancel()  # the step that answers it runs before the task hears of that
+        return (await asyncio.wait_for(other, 5)).token_ids
+
+    assert asyncio.run(both()) == [1]
+
+
+def test_an_episode_takes_its_requests_with_it(on_gpu, tiny_path):
+    """One that ended with an error may have left a request behind; nobody waits for it, and it holds no engine."""
+    for engine in (on_gpu(), HFEngine(tiny_path)):
+
+        async def play(engine=engine):
+            with engine.playing("other"):
+                with engine.playing("episode"):
+                    left = asyncio.create_task(engine.generate([1, 2], Sampling(3)))
+                    await asyncio.sleep(0)
+                engine.sleep()
+                engine.load_weights(weights(tiny_path, 3), 1)
+                with pytest.raises(asyncio.CancelledError):
+                    await left
+                return await engine.generate([1, 2], Sampling(3))
+
+        assert asyncio.run(play()).version == 1
+
+
+def test_a_failed_step_fails_its_requests_and_leaves_nothing_of_them(on_gpu):
+    engine, aborted = on_gpu(), []
+    vllm = engine.llm.llm_engine
+    vllm.abort_request, step = lambda ids: (aborted.extend(ids), engine.llm.queue.clear()), vllm.step
+
+    def fail():
+        vllm.step = step
+        raise RuntimeError("out of memory")
+
+    vllm.step = fail
+    with pytest.raises(RuntimeError, match="vLLM failed: out of memory"):
+        answer(engine)
+    assert len(aborted) == 1 and engine.llm.calls == ["reset"], "its blocks are in the cache, but were not computed"
+    assert answer(engine) == 1
+
+
+def test_a_closed_engine_is_asked_for_nothing(on_gpu):
+    engine = on_gpu()
+
+    async def close():
+        task = asyncio.create_task(engine.generate([1, 2], Sampling(1)))
+        await asyncio.sleep(0)
+        engine.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(close())
+
+
 def test_the_share_of_memory_is_what_the_trainer_leaves(on_gpu):
     gib = 2**30
     assert memory_share(70 * gib, 80 * gib, 8 * gib) == pytest.approx(60 / 80)
