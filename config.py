@@ -362,6 +362,11 @@ class Config(Run):
         )
         return warnings
 
+    @property
+    def head_size(self) -> int:
+        """How many candidates the sampler must give with each token: those of score centering, else none."""
+        return self.loss.score_centering_topk if getattr(self.loss, "score_centering", False) else 0
+
     def to_dict(self) -> dict[str, Any]:
         """JSON types; algorithm, environment and loss carry their name. `from_dict` reads it back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Run)} | {

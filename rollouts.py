@@ -164,7 +164,7 @@ class Rollouts:
             config.temperature,
             config.top_p,
             stop_token_ids=tuple(renderer.stop_token_ids),
-            top_logprobs=config.loss.score_centering_topk if getattr(config.loss, "score_centering", False) else 0,
+            top_logprobs=config.head_size,
         )
         engine.check(self.sampling)
         self._fruitless: Counter[str] = Counter()  # rollouts since the last one that could be trained on, by reason

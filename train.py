@@ -27,6 +27,7 @@ if __name__ == "__main__":
     import os
     import shutil
     import signal
+    from dataclasses import astuple
 
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # until there is a run to end well
 
@@ -81,10 +82,10 @@ if __name__ == "__main__":
         renderer = make_renderer(renderer_name, tokenizer, model_type, **options)
 
         # Models that are served elsewhere are asked first: what is wrong with them shows before anything heavy is loaded.
-        served: dict[tuple[str, str], RemoteEngine] = {}
+        served: dict[tuple, RemoteEngine] = {}
         for source in config.sources:
             for flag, model, needs in source.algo.frozen_models():
-                client = served[model.name, model.base_url] = RemoteEngine(model, flag, renderer, config.seq_len)
+                client = served[astuple(model)] = RemoteEngine(model, flag, renderer, config.seq_len)
                 print(runner.run(client.preflight(needs, config.seq_len)), flush=True)
 
         # The model twice on one device, which take turns there: the engine samples, the policy trains.
@@ -102,8 +103,9 @@ if __name__ == "__main__":
         if engine_name == "vllm":
             from engines.vllm import VLLMEngine
 
-            head = config.loss.score_centering_topk if getattr(config.loss, "score_centering", False) else 0
-            engine = VLLMEngine(path, device, dtype, config.seq_len, head, policy.moment_bytes, config.sleep_level)
+            engine = VLLMEngine(
+                path, device, dtype, config.seq_len, config.head_size, policy.moment_bytes, config.sleep_level
+            )
             why += f"; {engine.memory_share:.0%} of the GPU's memory while it samples" if engine.memory_share else ""
         else:
             engine = HFEngine(path, device, dtype, max_context=config.seq_len)
@@ -116,7 +118,7 @@ if __name__ == "__main__":
         f"model {path} on {device} in {dtype}; engine {engine_name} ({why}); renderer {renderer_name} ({reason}); run {run_dir}"
     )
     try:
-        rollouts = Rollouts(config, engine, renderer, monitor, connect=lambda model: served[model.name, model.base_url])
+        rollouts = Rollouts(config, engine, renderer, monitor, connect=lambda model: served[astuple(model)])
     except ValueError as error:
         fail(str(error) if str(error).startswith("--") else f"--env {name_of(ENVS, config.sources[0].env)}: {error}")
 
@@ -142,6 +144,7 @@ if __name__ == "__main__":
             except (ValueError, RunStopped) as error:
                 shutil.rmtree(run_dir)  # a run that never began leaves its name free
                 fail(str(error))
+            engine.sleep()  # weights always arrive while the engine holds nothing else: on a GPU there is no room for both
             engine.load_weights(policy.weights(), version=0)
             if is_eval_step(0):
                 monitor.log(0, runner.run(rollouts.evaluate(0)))

@@ -58,6 +58,7 @@ def resident_mib() -> float:
 
 
 def main(kind: str = "hf", steps: int = 50) -> None:
+    """Train on the chats for so many steps, and print what every tenth costs."""
     ENVS["chat"] = Chat
     path = model_path("tiny", "reverse-text")
     config = Config(

@@ -87,9 +87,9 @@ class VLLMEngine(Engine):
             torch.compiler.set_stance("force_eager")
         with self._kept_generators(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from vllm import LLM
-
             try:
+                from vllm import LLM
+
                 self.llm = LLM(
                     str(model_path),
                     dtype=str(dtype).removeprefix("torch."),
@@ -101,7 +101,7 @@ class VLLMEngine(Engine):
                     use_tqdm_on_load=False,
                     **options,
                 )
-            except (NotImplementedError, RuntimeError) as error:
+            except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
                 raise ValueError(f"--engine vllm: {error}") from error
 
     def check(self, sampling: Sampling) -> None:
@@ -203,9 +203,11 @@ class VLLMEngine(Engine):
         from torch's in every step, though no request of ours needs it."""
         python, numpy = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if self.on_gpu else []):
-            yield
-        random.setstate(python)
-        np.random.set_state(numpy)
+            try:
+                yield
+            finally:
+                random.setstate(python)
+                np.random.set_state(numpy)
 
     async def _submit(self, token_ids: Sequence[int], params: Any) -> Any:
         """vLLM's finished output for one request."""

@@ -35,6 +35,8 @@ AROUND = 4  # tokens shown before and after a difference
 
 @dataclass
 class Conversation:
+    """A conversation to render, and what it has that a family may write otherwise than its template on purpose."""
+
     name: str
     messages: list[Message]
     features: tuple[str, ...] = ()
@@ -241,6 +243,7 @@ def turns(renderer: Renderer) -> Iterator[tuple[str, Message, list[int], list[in
 
 
 def check_bridge(renderer: Renderer) -> Check:
+    """Whether the next prompt begins with prompt and completion verbatim, and goes on as a whole rendering does."""
     check, refused = Check("keeps the prefix"), 0
     may_refuse = renderer.name == "default" or renderer.thinking_retention == "template"
     for name, reply, prompt, completion in turns(renderer):
@@ -269,6 +272,7 @@ def check_bridge(renderer: Renderer) -> Check:
 
 
 def check_branch(renderer: Renderer) -> Check:
+    """Whether twenty turns stay one token stream."""
     check = Check("one branch")
     for name, _, prompt, completion in turns(renderer):
         branch = prompt
@@ -286,6 +290,7 @@ def check_branch(renderer: Renderer) -> Check:
 
 
 def check_parsing(renderer: Renderer) -> Check:
+    """Whether content, reasoning and calls of a rendered turn are read back."""
     check = Check("parses what it renders")
     for name, reply, prompt, completion in turns(renderer):
         message = {key: value for key, value in reply.items() if key != "reasoning_content"}
@@ -336,6 +341,7 @@ def check_injection(renderer: Renderer) -> Check:
 
 
 def check_stops(renderer: Renderer) -> Check:
+    """Whether there are stop tokens, in the vocabulary."""
     check = Check("stop tokens")
     stops, size = renderer.stop_token_ids, len(renderer.tokenizer)
     check.count(bool(stops) and all(0 <= id_ < size for id_ in stops), f"{stops} of a vocabulary of {size}")
@@ -347,6 +353,7 @@ CHECKS = (check_template, check_bridge, check_branch, check_parsing, check_injec
 
 
 def show(console: Console, renderer: Renderer, checks: list[Check]) -> None:
+    """Print the table, and of each failure both token rows around the first difference."""
     table = Table("check", "passed", "failed", "")
     for check in checks:
         style = "red" if check.failures else "green" if check.passed else "yellow"
@@ -419,6 +426,7 @@ def load(options: Options) -> tuple[Renderer, str]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code: 0, 1 for a difference, 2 where there is nothing to check."""
     options = tyro.cli(Options, args=args, prog="python -m renderers.check")
     try:
         renderer, reason = load(options)

@@ -300,6 +300,11 @@ def test_sampling_by_token_ids_asks_for_exactly_the_sampling(served):
     assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (-1, 0.0, 1.0), "not the model folder's"
 
 
+def test_a_completion_that_was_cut_is_told_from_one_that_ended(served):
+    served.answers["completions"] = lambda body, number: completion(token_ids=[104, 105], finish_reason="length")
+    assert run(client(served).generate([1, 2], Sampling(2))).finish_reason == "length"
+
+
 def test_an_answer_without_token_ids_is_an_error(served):
     served.answers["completions"] = lambda body, number: completion(token_ids=None)
     with pytest.raises(ValueError, match="without token ids"):

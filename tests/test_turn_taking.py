@@ -277,7 +277,7 @@ def test_the_order_of_a_step(monkeypatch, tmp_path):
     events, _ = run_script(monkeypatch, tmp_path, "--steps", 2, "--eval-every", 2, "--eval-samples", 4)
     one = ["sample 1 from 0", "sleep", "step 1", "load"]
     two = ["sample 2 from 1", "sleep", "step 2", "load"]
-    assert events == ["load", "eval 0", *one, *two, "eval 2"]
+    assert events == ["sleep", "load", "eval 0", *one, *two, "eval 2"]
 
 
 def test_overlap_samples_one_step_ahead(monkeypatch, tmp_path):
@@ -285,7 +285,7 @@ def test_overlap_samples_one_step_ahead(monkeypatch, tmp_path):
     events, folder = run_script(monkeypatch, tmp_path, "--steps", 4, "--overlap", "--eval-every", 0)
     trained = [["sleep", f"step {step}", "load"] for step in (1, 2, 3, 4)]
     assert events == [
-        *("load", "sample 1 from 0", "sample 2 from 0"), *trained[0], "sample 3 from 1", *trained[1],
+        *("sleep", "load", "sample 1 from 0", "sample 2 from 0"), *trained[0], "sample 3 from 1", *trained[1],
         "sample 4 from 2", *trained[2], *trained[3],
     ]  # fmt: skip
     rows = [json.loads(line) for line in open(folder / "rollouts.jsonl")]
