@@ -28,6 +28,8 @@ import tyro
 from algos import ALGORITHMS, AlgorithmConfig
 from curriculum import GATES, SAMPLERS, AdvRangeConfig, StandardConfig
 from envs import ENVS, Env
+from envs.base import served_players, trained_agents
+from frozen import FrozenModel, require_frozen
 
 
 @dataclass
@@ -168,6 +170,8 @@ class Run:
 
     max_new_tokens: int | None = None
     """longest completion of one turn in tokens; default by model: tiny 96, smollm2 24, else 512"""
+    max_turns: int | None = None
+    """turns of the model in an episode, for each agent and its sub-agents together; default: as the environment plays"""
     temperature: float = 1.0
     """of sampling; log-probabilities everywhere are those of this temperature"""
     top_p: float = 1.0
@@ -283,6 +287,7 @@ class Config(Run):
             "seq_len": 2,
             "micro_batch_tokens": 1,
             "max_new_tokens": 1,
+            "max_turns": 1,
             "max_empty_steps": 1,
             "warmup_steps": 0,
             "eval_every": 0,
@@ -337,7 +342,12 @@ class Config(Run):
                 type(source.env).__name__,
                 f"its `agents` must be a tuple of at least one name, not {agents!r}",
             )
-            if self.batch_size and source.group_size * len(agents) > self.batch_size:
+            trained = trained_agents(source.env)
+            require(bool(trained), "env", name_of(ENVS, source.env), "the policy plays no agent that is trained")
+            for flag, model in served_players(source.env):
+                agent = flag.split(".")[1]
+                require_frozen(f"--env.{agent}", flag, "that player", model, "leave it out, the policy is who plays")
+            if self.batch_size and source.group_size * len(trained) > self.batch_size:
                 warnings.append(
                     f"--group-size {source.group_size}: one group gives more rollouts than --batch-size {self.batch_size}, so the rest waits and is trained on when it is old"
                 )
@@ -361,6 +371,14 @@ class Config(Run):
             "all sources with an rl loss must have the same, since they share one denominator",
         )
         return warnings
+
+    def frozen_models(self) -> list[tuple[str, FrozenModel, str]]:
+        """(option, model, "score" or "sample") of all models that are served elsewhere."""
+        models = []
+        for source in self.sources:
+            models += source.algo.frozen_models()
+            models += [(flag, model, "sample") for flag, model in served_players(source.env)]
+        return models
 
     @property
     def head_size(self) -> int:

@@ -50,7 +50,7 @@ from algos.opsd import OPSDConfig
 from engines.base import Completion
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
-from envs.calculator import Calculator, use
+from envs.calculator import Calculator
 from envs.reverse_text import ReverseText
 from renderers import make_renderer
 from renderers.base import ParsedResponse
@@ -183,7 +183,7 @@ def calculator(task: Task, rng: random.Random, wrong: bool) -> Chat:
         at = raw.rindex("}") if wrong else rng.choice([i for i, letter in enumerate(raw) if letter in '{}":,'])
         raw = raw[:at] + raw[at + 1 :]
         (call,) = ParsedResponse("", tool_calls=[read_json_call(raw, True, None, "")]).message()["tool_calls"]
-        said, _ = use(call)
+        said = f"error: {call['error']}"
     call = [
         Turn("assistant", f"<tool_call>{raw}</tool_call>", 1.0 if wrong or not kind else 0.0),
         Turn("tool", said, TOOL_WEIGHT),

@@ -10,26 +10,29 @@ What is left over in the queue starts the next batch. Nothing here knows which a
 """
 
 import asyncio
-import contextlib
 import math
+import random
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from algos import ALGORITHMS, Algorithm
-from algos.base import FrozenModel
 from config import Config, Source, name_of
 from curriculum import Curriculum, make_curriculum
-from engines.base import Completion, Engine, Sampling
+from engines.base import Completion, Engine, Sampling, seed_of
 from envs import ENVS, Agent, Env
+from envs.base import Cut, ScriptedAgent, trained_agents
+from frozen import FrozenModel
+from limits import Clock, Watchdog
 from monitor import Monitor
 from traces import Branch, Episode, Message, Task, Trace, trainable_traces
 
 TRAIN, EVAL = 0, 1  # the two streams of randomness
+STOPS = ("max_new_tokens", "max_turns", "context", "timeout", "error")  # why an episode ended, if it was not done
 
 
 class RunStopped(Exception):
@@ -118,30 +121,6 @@ def prune(branch: Branch) -> bool:
     return bool(rl.any() or any(others))
 
 
-class Clock:
-    """The time limit of an episode. It stands still while a model works, so that one slow episode takes no other's time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.limit = asyncio.timeout(seconds)
-        self._waiting, self._left = 0, seconds
-
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Time inside does not count; an episode may be inside several times at once."""
-        now = asyncio.get_running_loop().time
-        if self._waiting == 0:
-            self._left = self.limit.when() - now()
-            self.limit.reschedule(None)
-        self._waiting += 1
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-            if self._waiting == 0:
-                with contextlib.suppress(RuntimeError):  # the episode was ended from outside
-                    self.limit.reschedule(now() + self._left)
-
-
 class Rollouts:
     """Plays everything that a run samples. Lives as long as the run."""
 
@@ -170,6 +149,7 @@ class Rollouts:
         self._fruitless: Counter[str] = Counter()  # rollouts since the last one that could be trained on, by reason
         self._empty_rounds = 0
         self._last_error = ""
+        self._clocks: set[Clock] = set()  # of the episodes that are being played
 
     def _stage(self, source: Source) -> Stage:
         name = name_of(ENVS, source.env)
@@ -201,7 +181,8 @@ class Rollouts:
         with self.monitor.phase("sample"):
             while self.queue.missing():
                 groups = self._deal(self.queue.missing())
-                await asyncio.gather(*[self._play_group(group, step) for group in groups])
+                with Watchdog(self.config.rollout_timeout, self._clocks):
+                    await asyncio.gather(*[self._play_group(group, step) for group in groups])
                 with self.monitor.phase("score"):
                     for group in groups:
                         await self._finish(group, step)
@@ -210,26 +191,29 @@ class Rollouts:
         return branches, self._metrics(played, branches, step) | {"off_policy/dropped": float(dropped)}
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Mean reward on held-out tasks, one rollout each, as `eval/<env>/mean`. Errored rollouts are left out and counted."""
+        """Mean reward on held-out tasks, one rollout each, as `eval/<env>/mean`, and what the environment evaluates itself.
+        Errored rollouts are left out and counted."""
         metrics = {}
-        with self.monitor.phase("eval"):
+        with self.monitor.phase("eval"), Watchdog(self.config.rollout_timeout, self._clocks):
             for stage in self.stages:
                 tasks = [
                     task for task, _ in zip(stage.env.tasks("eval"), range(self.config.eval_samples), strict=False)
                 ]
                 groups = [Group(i, stage, task) for i, task in enumerate(tasks)]
                 episodes = await asyncio.gather(*[self._play(group, 0, step, EVAL) for group in groups])
-                traces = trainable_traces(episodes)
-                values: dict[str, list[float]] = defaultdict(list)
-                for trace in traces:
-                    for name, value in trace.metrics.items():
-                        values[name].append(value)
-                values["mean"] = [trace.reward for trace in traces]
-                metrics |= {
-                    f"eval/{stage.name}/{name}": float(np.mean(column)) for name, column in values.items() if column
-                }
+                own = await stage.env.evaluate(self._logprob)
+                columns = _columns(stage.env, episodes)
+                values = {name: float(np.mean(column)) for name, column in columns.items()} | own
+                metrics |= {f"eval/{stage.name}/{name}": value for name, value in values.items()}
                 metrics[f"eval/{stage.name}/errored"] = float(sum(_failed(episode) is not None for episode in episodes))
         return metrics
+
+    async def _logprob(self, messages: list[Message], text: str) -> float:
+        """Log-probability that the policy answers a conversation by exactly this text."""
+        prompt_ids = self.renderer.render_ids(messages, add_generation_prompt=True)
+        reply_ids = self.renderer.render_reply(messages, {"role": "assistant", "content": text})
+        scores = await self.engine.score(prompt_ids + reply_ids, self.config.temperature)
+        return float(scores[len(prompt_ids) :].sum())
 
     def _deal(self, traces: int) -> list[Group]:
         """Groups that will give at least so many traces, each from the source that is furthest behind its share."""
@@ -239,7 +223,7 @@ class Rollouts:
             groups.append(Group(self.dealt, stage, stage.curriculum.sample()))
             stage.dealt += 1
             self.dealt += 1
-            traces -= stage.group_size * len(stage.env.agents)
+            traces -= stage.group_size * len(trained_agents(stage.env))
         return groups
 
     async def _play_group(self, group: Group, step: int) -> None:
@@ -250,44 +234,68 @@ class Rollouts:
     async def _play(self, group: Group, rollout: int, step: int, stream: int) -> Episode:
         """Play one episode and score it. Whatever goes wrong in it ends this episode alone."""
         stage, key = group.stage, (self.config.seed, stream, step, group.index, rollout)
-        episode = Episode(".".join(map(str, key)), stage.name, group.task, [Trace(agent) for agent in stage.env.agents])
-
-        frozen = stage.algorithm.sampler if stream == TRAIN else None
+        trained = trained_agents(stage.env)
+        traces = [Trace(agent, trainable=agent in trained) for agent in stage.env.agents]
+        episode = Episode(".".join(map(str, key)), stage.name, group.task, traces)
         clock = Clock(self.config.rollout_timeout)
-
-        def agent(number: int, trace: Trace) -> Agent:
-            async def sample(
-                prompt_ids: list[int], turn: int, messages: list[Message], tools: list[dict] | None
-            ) -> Completion:
-                heads = self.sampling.top_logprobs if stream == TRAIN else 0
-                sampling = replace(self.sampling, key=(*key, number, turn), top_logprobs=heads)
-                with clock.stopped():
-                    if frozen is None:
-                        return await self.engine.generate(prompt_ids, sampling)
-                    with self.engine.outside():
-                        completion = await frozen.complete(prompt_ids, sampling, messages, tools)
-                        return replace(completion, version=-1)
-
-            return Agent(trace, self.renderer, sample)
-
+        self._clocks.add(clock)
         with self.engine.playing(episode.id):
             try:
-                agents = [agent(number, trace) for number, trace in enumerate(episode.traces)]
+                agents = [
+                    self._agent(stage, trace, (*key, number), stream, clock) for number, trace in enumerate(traces)
+                ]
                 async with clock.limit:
-                    await stage.env.play(group.task, *agents)
-                for trace in episode.traces:
+                    try:
+                        await stage.env.play(group.task, *agents)
+                    except Cut as cut:
+                        episode.stop_reason = str(cut)
+                        for trace in traces:
+                            trace.reward = 0.0 if trace.reward is None else trace.reward
+                for trace in traces:
                     _plain_numbers(trace)
+                    last = trace.branches[-1].turns[-1] if trace.trainable and trace.truncated else None
+                    if last is not None and episode.stop_reason == "done":
+                        full = last.completion_len < self.config.max_new_tokens
+                        episode.stop_reason = "context" if full else "max_new_tokens"
                 if stream == TRAIN:
                     await stage.algorithm.finalize_episode(episode)
             except Exception as error:
                 episode.error = f"{type(error).__name__}: {error}"
+                episode.stop_reason = "timeout" if isinstance(error, TimeoutError) else "error"
                 if isinstance(error, TimeoutError) and clock.limit.expired():
                     episode.error += f"still running after --rollout-timeout {self.config.rollout_timeout:g} s"
                 self.monitor.warn(
                     f"{stage.name}: an episode failed\n{traceback.format_exc()}",
                     once=f"{stage.name} {type(error).__name__} {error}",
                 )
+            finally:
+                self._clocks.discard(clock)
         return episode
+
+    def _agent(self, stage: Stage, trace: Trace, key: tuple[int, ...], stream: int, clock: Clock) -> Agent:
+        """Who speaks in an episode: a function, a served model, or the policy."""
+        player = stage.env.player(trace.agent)
+        if callable(player):
+            return ScriptedAgent(trace, player, random.Random(seed_of(key)))
+        served = self.connect(player) if player is not None else stage.algorithm.sampler if stream == TRAIN else None
+        heads = self.sampling.top_logprobs if stream == TRAIN and trace.trainable else 0
+
+        async def sample(
+            prompt_ids: list[int], turn: int, messages: list[Message], tools: list[dict] | None
+        ) -> Completion:
+            if self.config.max_turns is not None and turn >= self.config.max_turns:
+                raise Cut("max_turns")
+            if turn and len(prompt_ids) >= (served or self.engine).max_context:
+                raise Cut("context")
+            sampling = replace(self.sampling, key=(*key, turn), top_logprobs=heads)
+            with clock.stopped():
+                if served is None:
+                    return await self.engine.generate(prompt_ids, sampling)
+                with self.engine.outside():
+                    completion = await served.complete(prompt_ids, sampling, messages, tools)
+                    return replace(completion, version=-1)
+
+        return Agent(trace, self.renderer, sample)
 
     async def _finish(self, group: Group, step: int) -> None:
         """Score a complete group, let sampler and gates see it, and queue what can be trained on."""
@@ -339,16 +347,18 @@ class Rollouts:
     def _metrics(self, played: list[Group], branches: list[Branch], step: int) -> dict[str, float]:
         episodes = [episode for group in played for episode in group.episodes]
         columns: dict[str, list[float]] = defaultdict(list)
-        for episode in episodes:
-            for trace in trainable_traces([episode]):
-                columns["reward/mean"].append(trace.reward)
-                columns[f"reward/{episode.env}/mean"].append(trace.reward)
-                for name, value in trace.metrics.items():
-                    columns[f"env/{episode.env}/{name}"].append(value)
+        for stage in self.stages:
+            own = _columns(
+                stage.env, [episode for group in played if group.stage is stage for episode in group.episodes]
+            )
+            columns["reward/mean"] += own.get("mean", [])
+            rewards = {"mean", *stage.env.agents}
+            for name, values in own.items():
+                columns[f"{'reward' if name in rewards else 'env'}/{stage.name}/{name}"] = values
         ages = [step - 1 - branch.version for branch in branches if branch.version >= 0]
         if ages:
             columns["off_policy/mean"] = ages
-        metrics = {name: float(np.mean(values)) for name, values in columns.items()}
+        metrics = {name: float(np.mean(values)) for name, values in columns.items() if values}
         for stage in self.stages:
             metrics |= {f"curriculum/{stage.name}/{name}": value for name, value in stage.curriculum.metrics().items()}
         usable = trainable_traces(episodes)
@@ -358,6 +368,7 @@ class Rollouts:
             "rollouts/finished": float(len(episodes)),
             "rollouts/errored": float(sum(_failed(episode) is not None for episode in episodes)),
             "rollouts/truncated": float(sum(trace.truncated for trace in usable)),
+            **{f"rollouts/stop_{reason}": float(sum(e.stop_reason == reason for e in episodes)) for reason in STOPS},
             "rollouts/no_signal": float(
                 sum(len(trainable_traces(group.episodes)) - group.survivors for group in admitted)
             ),
@@ -380,6 +391,22 @@ def _plain_numbers(trace: Trace) -> None:
             trace.metrics[name] = float(value)
         except (TypeError, ValueError) as error:
             raise type(error)(f"metric {name} of {trace.agent} is {value!r}: {error}") from error
+
+
+def _columns(env: Env, episodes: list[Episode]) -> dict[str, list[float]]:
+    """Rewards ("mean", and of each agent by its name where there are several) and the environment's own metrics. An agent that is
+    not trained counts under its own name alone."""
+    columns: dict[str, list[float]] = defaultdict(list)
+    several = len(set(env.agents)) > 1
+    for trace in trainable_traces(episodes):
+        columns["mean"].append(trace.reward)
+        for name, value in trace.metrics.items():
+            columns[name].append(value)
+    for episode in episodes:
+        for trace in episode.traces:
+            if several and _failed(episode) is None and trace.reward is not None:
+                columns[trace.agent].append(trace.reward)
+    return columns
 
 
 def _failed(episode: Episode) -> str | None:
@@ -409,8 +436,10 @@ def _row(step: int, group: Group, episode: Episode, trace: Trace) -> dict[str, A
         "reward": trace.reward,
         "advantage": float(np.concatenate(advantages).mean()) if advantages else None,
         "error": episode.error or trace.error,
+        "stop_reason": episode.stop_reason,
         "metrics": trace.metrics,
         "messages": trace.messages,
+        **({"calls": trace.calls, "edges": [edge._asdict() for edge in trace.edges]} if trace.calls else {}),
         "branches": [
             {
                 "tokens": len(branch),

@@ -83,10 +83,9 @@ if __name__ == "__main__":
 
         # Models that are served elsewhere are asked first: what is wrong with them shows before anything heavy is loaded.
         served: dict[tuple, RemoteEngine] = {}
-        for source in config.sources:
-            for flag, model, needs in source.algo.frozen_models():
-                client = served[astuple(model)] = RemoteEngine(model, flag, renderer, config.seq_len)
-                print(runner.run(client.preflight(needs, config.seq_len)), flush=True)
+        for flag, model, needs in config.frozen_models():
+            client = served.setdefault(astuple(model), RemoteEngine(model, flag, renderer, config.seq_len))
+            print(runner.run(client.preflight(needs, config.seq_len)), flush=True)
 
         # The model twice on one device, which take turns there: the engine samples, the policy trains.
         policy = Policy(

@@ -17,8 +17,9 @@ reward is used, though the environment's is recorded. Scoring costs a prefill of
 from dataclasses import dataclass, field
 from typing import Any
 
-from algos.base import Algorithm, AlgorithmConfig, FrozenModel, require_frozen
+from algos.base import Algorithm, AlgorithmConfig
 from algos.reference import check_temperature, score_trace
+from frozen import FrozenModel, require_frozen
 from traces import Episode, trainable_traces
 
 

@@ -17,7 +17,8 @@ recorded and not used: nothing is filtered by them.
 from dataclasses import dataclass, field
 from typing import Any
 
-from algos.base import Algorithm, AlgorithmConfig, FrozenModel, require_frozen
+from algos.base import Algorithm, AlgorithmConfig
+from frozen import FrozenModel, require_frozen
 
 
 @dataclass

@@ -9,10 +9,10 @@ the server's start not counted. Expect (measured) a held-out reward from 0.48 to
 being 0.99, and loss/ref_kl, the mean of log pi - log pi_teacher, from 3.4 to below 0.1.
 """
 
-from algos.base import FrozenModel
 from algos.opd import OPDConfig
 from config import Config, Source
 from envs.reverse_text import ReverseText
+from frozen import FrozenModel
 
 teacher = FrozenModel(name="tiny-teacher", base_url="http://127.0.0.1:8001/v1")
 config = Config(sources=[Source(env=ReverseText(), algo=OPDConfig(teacher=teacher))], steps=15, eval_every=5)

@@ -9,10 +9,10 @@ two CPU cores, the server's start not counted. Expect (measured) a held-out rewa
 steps, and ce/nll, the policy's on the teacher's tokens, from 1.0 to below 0.1.
 """
 
-from algos.base import FrozenModel
 from algos.sft import SFTConfig
 from config import Config, Source
 from envs.reverse_text import ReverseText
+from frozen import FrozenModel
 
 model = FrozenModel(name="tiny-teacher", base_url="http://127.0.0.1:8001/v1")
 config = Config(sources=[Source(env=ReverseText(), algo=SFTConfig(sample_from=model))], steps=15, eval_every=5)

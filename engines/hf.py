@@ -6,6 +6,7 @@ request's randomness comes from its own key alone. The same seed gives the same 
 """
 
 import asyncio
+import contextvars
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ class HFEngine(Engine):
         self._pending.append(Request(token_ids, sampling, temperature, EPISODE.get(), future))
         if self._drain is None or self._drain.done():
             self._changed = asyncio.Event()
-            self._drain = asyncio.create_task(self._run_pending())
+            # In a context of its own: it works for all episodes, not for the one that woke it.
+            self._drain = asyncio.create_task(self._run_pending(), context=contextvars.Context())
         self._state_changed()
         return await future
 

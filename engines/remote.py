@@ -41,7 +41,7 @@ Message = dict[str, Any]
 class RemoteEngine(Engine):
     """A client of one frozen model on one server or several.
 
-    model: an `algos.base.FrozenModel`. option: the flag that declares it, for messages (`teacher`). renderer: the policy's. The API key is taken from the
+    model: a `frozen.FrozenModel`. option: the flag that declares it, for messages (`teacher`). renderer: the policy's. The API key is taken from the
     environment variable that the model names, and sent to the servers alone. Nothing is connected before `preflight`.
     No seed is sent: a server that batches would not repeat itself anyway, and vLLM's CPU build dies of one now and then.
     """

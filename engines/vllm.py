@@ -15,6 +15,7 @@ On a CPU vLLM does not sleep, but requests are refused all the same, so that the
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import importlib.util
 import itertools
@@ -216,7 +217,7 @@ class VLLMEngine(Engine):
         self.llm.llm_engine.add_request(request_id, prompt, params)
         self._waiting[request_id] = EPISODE.get(), future
         if self._loop is None or self._loop.done():
-            self._loop = asyncio.create_task(self._step_while_waiting())
+            self._loop = asyncio.create_task(self._step_while_waiting(), context=contextvars.Context())
         try:
             return await future
         finally:

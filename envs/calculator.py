@@ -17,23 +17,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
-from envs.base import Agent, Env, user
-from traces import Message, Task
+from envs.base import Agent, Env, Tool, user
+from traces import Task
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Work out an arithmetic expression, exactly.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string", "description": "for example (1 + 2) * 3"}},
-            "required": ["expression"],
-        },
-    },
-}
 WORDS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "plus": ("+", operator.add),
     "minus": ("-", operator.sub),
@@ -74,39 +62,29 @@ class Calculator(Env):
 
     async def play(self, task: Task, agent: Agent) -> None:
         """Answer every call, until a reply has none."""
-        metrics = agent.trace.metrics
-        metrics["calls"] = metrics["malformed_calls"] = 0.0
-        messages, tools = task.prompt, [TOOL] if self.show_tool else None
+        messages, tools = task.prompt, [TOOL.schema] if self.show_tool else None
         for _ in range(self.max_turns):
             reply = await agent.say(*messages, tools=tools)
-            messages = []
-            for call in reply.get("tool_calls") or []:
-                content, understood = use(call)
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-                metrics["calls"] += 1
-                metrics["malformed_calls"] += not understood
+            messages = await agent.answer_calls(reply, TOOL)
             if not messages:
                 break
         numbers = [] if messages else re.findall(r"-?\d+", reply["content"].replace(",", ""))
         agent.trace.reward = float(numbers[-1:] == [str(task.info["answer"])])
 
 
-def use(call: Message) -> tuple[str, bool]:
-    """(what the tool says to one entry of `tool_calls`, whether it could understand the call). Never raises."""
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
-    if "error" in call:  # the renderer's: no JSON, not closed, ...
-        return f"error: {call['error']}", False
-    if name != TOOL["function"]["name"]:
-        return f"error: there is no tool {name[:20]!r}, only 'calculator'", False
-    expression: Any = arguments.get("expression") if isinstance(arguments, dict) else None
-    if not isinstance(expression, str):
-        return "error: calculator needs the argument expression, a string", False
+def calculator(expression: str) -> str:
+    """What the tool says. Raises ValueError for what is no expression."""
     try:
-        return f"The result is {as_text(evaluate(expression))}.", True
+        return f"The result is {as_text(evaluate(expression))}."
     except ArithmeticError as error:
-        return f"error: {error}", True
-    except ValueError as error:
-        return f"error: {error}", False
+        return f"error: {error}"
+
+
+TOOL = Tool(
+    calculator,
+    "Work out an arithmetic expression, exactly.",
+    {"expression": {"type": "string", "description": "for example (1 + 2) * 3"}},
+)
 
 
 def evaluate(expression: str) -> Fraction:

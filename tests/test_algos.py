@@ -21,12 +21,12 @@ from transformers import AutoTokenizer
 import algos.base
 from algos import ALGORITHMS
 from algos.advantage import GroupRelativeConfig, token_counts
-from algos.base import FrozenModel
 from config import Config, Run, Source, parse
 from engines.base import Engine, Sampling
 from engines.hf import HFEngine
 from envs import ENVS, Env
 from envs.base import user
+from frozen import FrozenModel
 from losses import compute_loss, make_rl_loss
 from make_tiny import make_tokenizer
 from monitor import Monitor

@@ -16,13 +16,13 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from algos import ALGORITHMS
-from algos.base import FrozenModel
 from config import Config, Source, parse
 from engines.hf import HFEngine
 from envs import ENVS
 from envs.base import Env, user
 from envs.calculator import Calculator
 from envs.reverse_text import ReverseText, similarity
+from frozen import FrozenModel
 from losses import as_scalars, compute_loss, make_rl_loss, member_mask, merge
 from monitor import Monitor
 from packing import pack

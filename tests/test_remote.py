@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import engines.remote
-from algos.base import FrozenModel
 from engines.base import Sampling
 from engines.remote import RemoteEngine
+from frozen import FrozenModel
 from make_tiny import make_tokenizer
 from renderers import make_renderer
 from tests.test_train import start

@@ -13,10 +13,10 @@ import urllib.request
 import numpy as np
 import pytest
 
-from algos.base import FrozenModel
 from engines.base import Sampling
 from engines.hf import HFEngine
 from engines.remote import RemoteEngine
+from frozen import FrozenModel
 from make_tiny import make_tokenizer
 from renderers import make_renderer
 from tests.conftest import ROOT
