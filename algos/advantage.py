@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from algos.base import AlgorithmConfig, require_non_negative
+from algos.anchor import AnchoredConfig
+from algos.base import require_non_negative
 from traces import Branch, Edge, Trace, assign_rl_weights
 
 WEIGHTS = ("num_output_tokens_weight", "num_input_tokens_weight", "num_turns_weight", "subagent_token_weight")
@@ -28,7 +29,7 @@ INHERITING = ("subagent_call", "continuation", "compaction_attempt", "compaction
 
 
 @dataclass
-class GroupRelativeConfig(AlgorithmConfig):
+class GroupRelativeConfig(AnchoredConfig):
     """The knobs of every algorithm whose baseline is the mean of a group."""
 
     length_penalty: Literal["none", "linear", "linear-subagent"] = "none"
@@ -48,7 +49,7 @@ class GroupRelativeConfig(AlgorithmConfig):
         """Refuse weights that are no weights; warn of groups of one and of weights that have no effect."""
         require_non_negative(self, *WEIGHTS)
         used = {"none": (), "linear": WEIGHTS[:3], "linear-subagent": WEIGHTS}[self.length_penalty]
-        warnings = [
+        warnings = super().check(source, run) + [
             f"--{name.replace('_', '-')} {getattr(self, name):g} has no effect with --length-penalty {self.length_penalty}"
             for name in WEIGHTS
             if name not in used and getattr(self, name) != getattr(GroupRelativeConfig, name)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from algos.base import Algorithm
+from algos.anchor import Anchored
 from algos.grpo import GRPO, GRPOConfig
 from algos.token_filter import keep_masks, load_filter
 from traces import Episode, trainable_traces
@@ -50,7 +50,7 @@ class EchoConfig(GRPOConfig):
         return super().check(source, run)
 
 
-class Echo(Algorithm):
+class Echo(Anchored):
     """GRPO, plus ce weights on the environment's tokens."""
 
     Config = EchoConfig

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from algos.advantage import GroupRelativeConfig, baseline, shaped_rewards, weigh_by_prompt
-from algos.base import Algorithm
+from algos.anchor import Anchored
 from traces import Episode, assign_advantages, trainable_traces
 
 
@@ -30,7 +30,7 @@ class GRPOConfig(GroupRelativeConfig):
     """what weighs the same in the rl loss: every token, or every prompt however long its rollouts are"""
 
 
-class GRPO(Algorithm):
+class GRPO(Anchored):
     """Advantage = reward - mean reward of the group."""
 
     Config = GRPOConfig

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from algos.advantage import GroupRelativeConfig, baseline, shaped_rewards
-from algos.base import Algorithm
+from algos.anchor import Anchored
 from traces import Episode, Trace, assign_advantages, trainable_traces
 
 
@@ -44,7 +44,7 @@ class HierarchicalGRPOConfig(GroupRelativeConfig):
         return super().check(source, run)
 
 
-class HierarchicalGRPO(Algorithm):
+class HierarchicalGRPO(Anchored):
     """Advantage = reward - mean reward of the trace's peers."""
 
     Config = HierarchicalGRPOConfig

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from algos.advantage import GroupRelativeConfig, baseline, shaped_rewards
-from algos.base import Algorithm
+from algos.anchor import Anchored
 from traces import Episode, assign_advantages, trainable_traces
 
 
@@ -26,7 +26,7 @@ class MaxRLConfig(GroupRelativeConfig):
     """Maximum-likelihood reinforcement learning."""
 
 
-class MaxRL(Algorithm):
+class MaxRL(Anchored):
     """Advantage = (reward - mean) / mean reward of the group."""
 
     Config = MaxRLConfig

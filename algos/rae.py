@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from algos.base import Algorithm, AlgorithmConfig
+from algos.anchor import Anchored, AnchoredConfig
 from traces import Episode, assign_advantages, trainable_traces
 
 
 @dataclass
-class RAEConfig(AlgorithmConfig):
+class RAEConfig(AnchoredConfig):
     """Role-conditioned advantage estimation."""
 
     decay: float = 0.95
@@ -34,10 +34,10 @@ class RAEConfig(AlgorithmConfig):
         """Refuse a decay with which the baseline would never learn or run away."""
         if not 0 <= self.decay < 1:
             raise ValueError(f"--decay {self.decay}: must lie in [0, 1)")
-        return []
+        return super().check(source, run)
 
 
-class RAE(Algorithm):
+class RAE(Anchored):
     """Advantage = reward - running mean of the agent's own rewards."""
 
     Config = RAEConfig
