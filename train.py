@@ -73,6 +73,7 @@ if __name__ == "__main__":
         torch, config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
     )
     try:
+        engine_name, why = choose_engine(config.engine, device, config.temperature)
         rl_loss = make_rl_loss(**config.to_dict()["loss"])
         path = model_path(config.model, name_of(ENVS, config.sources[0].env))
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -98,7 +99,6 @@ if __name__ == "__main__":
             config.checkpoint_activations,
             config.offload_optimizer,
         )
-        engine_name, why = choose_engine(config.engine, device)
         if engine_name == "vllm":
             from engines.vllm import VLLMEngine
 
@@ -119,6 +119,7 @@ if __name__ == "__main__":
     try:
         rollouts = Rollouts(config, engine, renderer, monitor, connect=lambda model: served[astuple(model)])
     except ValueError as error:
+        shutil.rmtree(run_dir)
         fail(str(error) if str(error).startswith("--") else f"--env {name_of(ENVS, config.sources[0].env)}: {error}")
 
     # Ctrl-C once finishes the step that is running; twice stops at once.
@@ -148,17 +149,18 @@ if __name__ == "__main__":
             if is_eval_step(0):
                 monitor.log(0, runner.run(rollouts.evaluate(0)))
 
-            ahead = None
+            ahead = out_of_rollouts = None
             for step in range(1, config.steps + 1):
                 # Rollouts come from the engine; credit is assigned, and rollouts without a signal are dropped, in here.
                 branches, metrics = ahead or runner.run(rollouts.collect(step))
                 # With overlap the next batch is sampled before this one changes the weights: the order of events of ranks
                 # that sample while others train.
-                ahead = (
-                    runner.run(rollouts.collect(step + 1))
-                    if config.overlap and step < config.steps and not stopping
-                    else None
-                )
+                ahead = None
+                if config.overlap and step < config.steps and not stopping:
+                    try:
+                        ahead = runner.run(rollouts.collect(step + 1))
+                    except RunStopped as error:
+                        out_of_rollouts = error  # the batch at hand is whole, and trained on first
 
                 engine.sleep()
                 with monitor.phase("train"):
@@ -186,10 +188,12 @@ if __name__ == "__main__":
                 with monitor.phase("sync"):
                     engine.load_weights(policy.weights(), version=step)
 
-                last = step == config.steps or bool(stopping)
+                last = step == config.steps or bool(stopping or out_of_rollouts)
                 if is_eval_step(step) or (last and config.eval_every):
                     metrics |= runner.run(rollouts.evaluate(step))
                 monitor.log(step, metrics)
+                if out_of_rollouts:
+                    raise out_of_rollouts
                 if last:
                     break
         except RunStopped as error:

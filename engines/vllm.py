@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engines import VLLM_TEMPERATURES
 from engines.base import EPISODE, Completion, Engine, Sampling, accounted, head_of, seed_of
 
 # What a share of the GPU's memory must leave beside the trainer's tensors: the CUDA context, and a tensor on its way.
@@ -107,8 +108,9 @@ class VLLMEngine(Engine):
 
     def check(self, sampling: Sampling) -> None:
         """Raise ValueError for a temperature that vLLM refuses or would change."""
-        if sampling.temperature != 0 and not 0.01 <= sampling.temperature <= 2:
-            raise ValueError(f"--temperature {sampling.temperature:g}: vLLM takes 0, or 0.01 to 2")
+        low, high = VLLM_TEMPERATURES
+        if sampling.temperature != 0 and not low <= sampling.temperature <= high:
+            raise ValueError(f"--temperature {sampling.temperature:g}: vLLM takes 0, or {low:g} to {high:g}")
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion (see `Engine.generate`)."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import runpy
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -17,7 +18,7 @@ from engines.base import Sampling
 from engines.hf import HFEngine
 from engines.vllm import VLLMEngine, memory_share
 from policy import OptimizerConfig, Policy
-from rollouts import Queue, Rollouts
+from rollouts import Queue, Rollouts, RunStopped
 from tests.conftest import ROOT
 from tests.test_policy import sample as sample_branches
 from tests.test_policy import train_step
@@ -245,7 +246,7 @@ def test_moments_leave_after_an_update_and_are_back_for_the_next(tiny_path, monk
 # The whole script, watched.
 
 
-def run_script(monkeypatch, tmp_path, *flags):
+def run_script(monkeypatch, tmp_path, *flags, code=0):
     """Run train.py in this process. Returns (events in order, the run's folder)."""
     events = []
 
@@ -268,7 +269,7 @@ def run_script(monkeypatch, tmp_path, *flags):
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    assert end.value.code == 0
+    assert end.value.code == code
     return events, tmp_path / "run"
 
 
@@ -296,6 +297,21 @@ def test_overlap_samples_one_step_ahead(monkeypatch, tmp_path):
     metrics = [json.loads(line) for line in open(folder / "metrics.jsonl")]
     assert [row["off_policy/mean"] >= float(row["step"] > 1) for row in metrics] == [True] * 4
     assert metrics[0]["mismatch_kl/mean"] < 1e-9 < metrics[-1]["mismatch_kl/mean"], "one step off the policy shows"
+
+
+def test_a_batch_at_hand_is_trained_on_when_the_next_can_not_be_sampled(monkeypatch, tmp_path):
+    """Under --overlap the run ends after the step that was complete."""
+    collect = Rollouts.collect
+
+    async def fruitless(self, step):
+        if step == 3:
+            raise RunStopped("nothing to train on")
+        return await collect(self, step)
+
+    monkeypatch.setattr(Rollouts, "collect", fruitless)
+    events, folder = run_script(monkeypatch, tmp_path, "--steps", 4, "--overlap", "--eval-every", 0, code=1)
+    assert [event for event in events if event.startswith("step")] == ["step 1", "step 2"]
+    assert [json.loads(line)["step"] for line in open(folder / "metrics.jsonl")] == [1, 2]
 
 
 def trace(version):
@@ -352,10 +368,20 @@ def test_what_can_not_be_is_refused(flags, message, capsys):
 def test_auto_takes_vllm_on_cuda_and_says_why(monkeypatch):
     from engines import choose_engine
 
-    assert choose_engine("auto", "cpu") == ("hf", "auto on a CPU")
-    assert choose_engine("hf", "cuda") == ("hf", "chosen by name")
+    assert choose_engine("auto", "cpu", 1.0) == ("hf", "auto on a CPU")
+    assert choose_engine("hf", "cuda", 5.0) == ("hf", "chosen by name")
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
-    assert choose_engine("auto", "cuda:0") == ("vllm", "auto on CUDA")
+    assert choose_engine("auto", "cuda:0", 1.0) == ("vllm", "auto on CUDA")
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
-    assert choose_engine("auto", "cuda")[0] == "hf" and "not installed" in choose_engine("auto", "cuda")[1]
+    name, why = choose_engine("auto", "cuda", 5.0)
+    assert name == "hf" and "not installed" in why
     assert Config().engine == "auto"
+
+
+def test_a_temperature_that_vllm_refuses_is_told_before_anything_is_loaded(tmp_path):
+    command = [sys.executable, "train.py", "--engine", "vllm", "--temperature", "3", "--runs-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not list(tmp_path.iterdir())
+    assert (
+        done.stderr.strip().splitlines()[-1] == "train.py: --temperature 3: vLLM takes 0.01 to 2; --engine hf takes any"
+    )
