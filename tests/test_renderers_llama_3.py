@@ -202,6 +202,13 @@ def test_every_token_is_attributed():
         (bodies if content else scaffold)[index] += LATER.decode([id_])
     assert bodies == {-1: "", 0: "Weather?", 1: 'weather{"city": "Oslo"}', 2: '"9 C"'}
     assert "Today Date" in scaffold[-1] and '"city"' in scaffold[0] and "ipython" in scaffold[2]
+    with_system = RENDERERS["3.1"].render([{"role": "system", "content": "S"}, *messages], [WEATHER])
+    assert set(with_system.message_index[1:]) == {
+        0,
+        1,
+        2,
+        3,
+    }  # all but <|begin_of_text|>: the dates are in the message's turn
 
 
 def test_arguments_that_are_a_json_string_are_written_as_they_are():
