@@ -20,7 +20,8 @@ three things by itself:
 
 As long as the bridge holds, a conversation is one token stream: one training sequence, O(T) work. Where a bridge cannot be
 sure it returns None; the caller renders the conversation anew and a new sequence begins there. That costs compute; a wrong
-bridge would be silent drift between sampler and trainer.
+bridge would be silent drift between sampler and trainer. Where a turn comes as text (from a served model that speaks messages
+alone), `render_reply` gives the ids that would have been sampled for it.
 
 What is ruled out
 -----------------
@@ -43,9 +44,10 @@ Which one
 ---------
 `auto` takes a hand-coded family if the model type, the control tokens and, where the tokenizer has one, the chat template are
 that family's; everything else goes to `default`, which wraps the chat template and bridges only where it can prove from the
-template that the prefix is kept. Where other models share a family's model type and control tokens, it is taken by its
-template alone (`told_by_template`). `resolve_name` says which and why. A name can be given outright (fine-tunes under a changed
-model type), and an import path loads a renderer from elsewhere: `module:Class` or `path/to/file.py:Class`.
+template that the prefix is kept. Where other models share a family's model type and control tokens, a template is needed
+(`told_by_template`): without one the answer is `default` too. `resolve_name` says which and why. A name can be given outright
+(fine-tunes under a changed model type), and an import path loads a renderer from elsewhere: `module:Class` or
+`path/to/file.py:Class`.
 
 Options have one name in all families: `thinking` (None: the template's default; True; False), `thinking_retention` ("all",
 "template") and `clear_thinking` (False: `render` writes past reasoning that the template would clear). A family refuses
@@ -80,17 +82,27 @@ where `<s>` and `</s>` are control tokens, is done in some thirty lines:
             return ParsedResponse(self.decode(turn))
 
 1. A plain string is the format's: control tokens in it become control tokens. Wrap a message's text in `Body`, and anything
-   else that came from outside (schemas, names) in `Plain`: those are always ordinary characters.
-2. `write_turns` serves `render` and `bridge` alike; in a bridge it gets the new messages alone, with no assistant among them.
-3. Thinking: set `thinking_tags`, and say in `strips_history` when the template would drop what stands in the prompt.
-4. Formats that close turns otherwise write their own `close_turn`. Where the stop token opens the next turn, it tells the
+   else that came from outside (schemas, names) in `Plain`: those are always ordinary characters. What belongs to no message
+   has the index -1.
+2. `text_of` gives a message's text, whatever form it has. A call (`function_of`) has a dict or a JSON string for arguments:
+   `turns.text_or_json` writes either, `turns.arguments_of` reads either. One that was parsed as broken (`turns.is_broken`)
+   is written as its `raw`. What the format cannot hold (a role, a second call) is a ValueError that says so.
+3. `write_turns` serves `render` and `bridge` alike; in a bridge it gets the new messages alone, with no assistant among them.
+   What stands once at the front (tools, a default system prompt) is hence `render`'s.
+4. `options` lists what can be set, with defaults; `choices` what it may be set to. A stop token that only some tokenizers of
+   the family have goes into a `stop_token_ids` of your own.
+5. Thinking: set `thinking_tags`, and say in `strips_history` when the template would drop what stands in the prompt.
+6. Formats that close turns otherwise write their own `close_turn`. Where the stop token opens the next turn, it tells the
    writer to `skip` what was sampled, and `reply_end` says which one a model samples after a reply.
-5. `segments` cuts sampled ids at the format's markers; `read_reasoning` and `read_calls` in `turns` read the usual forms,
-   `xml_calls` those without JSON.
-6. Hold it against the chat template token by token: a plain conversation, tools, reasoning in history, edge newlines, empty
+7. `segments` cuts sampled ids at the format's markers; `read_reasoning` and `read_calls` in `turns` read the usual forms,
+   `xml_calls` those without JSON. Calls without markers are read from the text (`llama_3`).
+8. `fits_template` tells `auto` the family's own chat template, by strings that no other holds. Where fine-tunes share model
+   type, tokens and most of the template, let both render a few probes (`fits` in `llama_3`). In doubt it is no:
+   `default` goes by the template itself.
+9. Hold it against the chat template token by token: a plain conversation, tools, reasoning in history, edge newlines, empty
    texts, control-token strings in text. Then bridge after every kind of ending: stop, no stop, stop and newline, open
-   reasoning. `python -m renderers.check MODEL --renderer path/to/file.py:Class` does most of it; where the family leaves
-   the template on purpose, say so in `deviations`.
+   reasoning. `python -m renderers.check MODEL --renderer path/to/file.py:Class` does most of it, and every line of RENDERERS
+   is put through tests/test_renderer_families.py. Where the family leaves the template on purpose, say so in `deviations`.
 """
 
 import importlib
@@ -115,6 +127,7 @@ RENDERERS = {
     "kimi-k2.5": "renderers.kimi_k2_5:KimiK25",
     "nemotron-3": "renderers.nemotron_3:Nemotron3",
     "gpt-oss": "renderers.gpt_oss:GptOss",
+    "llama-3": "renderers.llama_3:Llama3",
 }
 
 

@@ -154,7 +154,7 @@ class Renderer:
     after_turn: ClassVar[str] = ""  # text that the template writes after turn_end
     thinking_tags: ClassVar[tuple[str, str] | None] = None
     # Where the family leaves its checkpoint's template on purpose, and why: `renderers.check` compares no conversation with
-    # such a feature (system, late system, tools, calls, reasoning) with the template.
+    # such a feature (system, late system, tools, calls, words with a call, reasoning) with the template.
     deviations: ClassVar[dict[str, str]] = {}
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:

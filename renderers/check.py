@@ -19,6 +19,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,7 +133,12 @@ CONVERSATIONS = [
     Conversation("tools", [user("Find it")], ("tools",)),
     Conversation("tools and a system message", [system("Be brief."), user("Find it")], ("tools", "system")),
     Conversation("a call", [ASK, ASKED], ("tools", "calls"), False),
-    Conversation("a call after words", [ASK, said("Let me see.", None, OSLO)], ("tools", "calls"), False),
+    Conversation(
+        "a call after words",
+        [ASK, said("Let me see.", None, OSLO)],
+        ("tools", "calls", "words with a call"),
+        False,
+    ),
     Conversation("a result", [ASK, ASKED, result("9 C")], ("tools", "calls")),
     Conversation("nested arguments", [user("Find"), SEARCHED, result("[]\n", "search")], ("tools", "calls")),
     Conversation(
@@ -202,8 +208,8 @@ def template_ids(renderer: Renderer, one: Conversation, tools: list[dict] | None
     if "thinking" in switches:
         switches["enable_thinking"] = switches["thinking"]
     if "date" in switches:
-        day = switches.pop("date")
-        switches["strftime_now"] = lambda form: day
+        day = date.fromisoformat(switches.pop("date"))
+        switches |= {"strftime_now": day.strftime, "date_string": f"{day:%d %b %Y}"}
     messages = [
         message | ({"thinking": message["reasoning_content"]} if "reasoning_content" in message else {})
         for message in one.messages
@@ -230,12 +236,22 @@ def sampled(
     return turn[: last + 1]
 
 
+def offered(renderer: Renderer) -> list[dict] | None:
+    """The tools; None where the format has no place for any."""
+    try:
+        renderer.render_ids([ASK], TOOLS)
+    except ValueError:
+        return None
+    return TOOLS
+
+
 def turns(renderer: Renderer) -> Iterator[tuple[str, Message, list[int], list[int]]]:
     """(name, reply, prompt, completion) of every reply that the format can hold."""
+    tools = offered(renderer)
     for name, reply in REPLIES.items():
         try:
-            prompt = renderer.render_ids([ASK], TOOLS, add_generation_prompt=True)
-            completion = sampled(renderer, prompt, [ASK], reply)
+            prompt = renderer.render_ids([ASK], tools, add_generation_prompt=True)
+            completion = sampled(renderer, prompt, [ASK], reply, tools)
         except ValueError:
             continue
         if completion is not None:
@@ -244,7 +260,7 @@ def turns(renderer: Renderer) -> Iterator[tuple[str, Message, list[int], list[in
 
 def check_bridge(renderer: Renderer) -> Check:
     """Whether the next prompt begins with prompt and completion verbatim, and goes on as a whole rendering does."""
-    check, refused = Check("keeps the prefix"), 0
+    check, refused, tools = Check("keeps the prefix"), 0, offered(renderer)
     may_refuse = renderer.name == "default" or renderer.thinking_retention == "template"
     for name, reply, prompt, completion in turns(renderer):
         stops = set(renderer.stop_token_ids)
@@ -252,7 +268,7 @@ def check_bridge(renderer: Renderer) -> Check:
         news = {"a question": [user("And?")]} | ({"a result": [result("9 C")]} if "tool_calls" in reply else {})
         for after, new in news.items():
             for ending, ids in {"": completion, ", stop token missing": unfinished}.items():
-                following = renderer.bridge_to_next_turn(prompt, ids, new, TOOLS)
+                following = renderer.bridge_to_next_turn(prompt, ids, new, tools)
                 what = f"{name}{ending}, then {after}"
                 if following is None:
                     refused += may_refuse
@@ -262,7 +278,7 @@ def check_bridge(renderer: Renderer) -> Check:
                 kept = following[: len(prompt) + len(ids)] == prompt + ids
                 check.count(kept, f"{what}: not the prefix", following, prompt + ids)
                 rest = following[len(prompt) + len(ids) :]
-                whole = renderer.render_ids([ASK, reply, *new], TOOLS, add_generation_prompt=True)
+                whole = renderer.render_ids([ASK, reply, *new], tools, add_generation_prompt=True)
                 check.count(rest == whole[-len(rest) :], f"{what}: not as rendered", rest, whole[-len(rest) :])
     if refused:
         check.note(f"{refused} bridges refused: such turns are rendered anew, and begin a new sequence")
@@ -273,11 +289,11 @@ def check_bridge(renderer: Renderer) -> Check:
 
 def check_branch(renderer: Renderer) -> Check:
     """Whether twenty turns stay one token stream."""
-    check = Check("one branch")
+    check, tools = Check("one branch"), offered(renderer)
     for name, _, prompt, completion in turns(renderer):
         branch = prompt
         for turn in range(20):
-            following = renderer.bridge_to_next_turn(branch, completion, [user(f"Turn {turn}?")], TOOLS)
+            following = renderer.bridge_to_next_turn(branch, completion, [user(f"Turn {turn}?")], tools)
             if following is None:
                 break
             kept = following[: len(branch) + len(completion)] == branch + completion
@@ -291,14 +307,14 @@ def check_branch(renderer: Renderer) -> Check:
 
 def check_parsing(renderer: Renderer) -> Check:
     """Whether content, reasoning and calls of a rendered turn are read back."""
-    check = Check("parses what it renders")
+    check, tools = Check("parses what it renders"), offered(renderer)
     for name, reply, prompt, completion in turns(renderer):
         message = {key: value for key, value in reply.items() if key != "reasoning_content"}
         thought = reply.get("reasoning_content")
-        if thought and sampled(renderer, prompt, [ASK], message) == completion:
+        if thought and sampled(renderer, prompt, [ASK], message, tools) == completion:
             check.note("reasoning is not rendered")
             thought = None
-        parsed = renderer.parse_response(completion, prompt, TOOLS)
+        parsed = renderer.parse_response(completion, prompt, tools)
         calls = [(call.name, call.arguments) for call in parsed.tool_calls]
         functions = [call["function"] for call in reply.get("tool_calls", [])]
         # `default` cannot know every template's form of calls.

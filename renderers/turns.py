@@ -132,15 +132,18 @@ def write_json_call(call: dict) -> list[str]:
     ]
 
 
-def read_json_call(raw: str, closed: bool, tools: Sequence[dict] | None, call_id: str) -> ToolCall:
-    """One call written as JSON with `name` and `arguments`; marked broken, never raising, where it is anything else."""
+def read_json_call(
+    raw: str, closed: bool, tools: Sequence[dict] | None, call_id: str, key: str = "arguments"
+) -> ToolCall:
+    """One call written as JSON with a name and, under `key`, the arguments; marked broken, never raising, where it is
+    anything else."""
     call = ToolCall("", raw, call_id, raw)
     parsed = load_json(call, closed)
     fields = parsed if isinstance(parsed, dict) else {}
     call.name = fields["name"] if isinstance(fields.get("name"), str) else ""
     if not call.name:
         call.error = call.error or "a call is a JSON object with a name"
-    return settle(call, fields.get("arguments"), closed, tools)
+    return settle(call, fields.get(key), closed, tools)
 
 
 def split_sectioned_calls(

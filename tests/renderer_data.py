@@ -28,6 +28,11 @@ CHATML = (
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+LLAMA3 = (
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
 
 
 def byte_tokenizer(template=None, merges=(), more=()):
@@ -54,6 +59,11 @@ def real_tokenizer(name, template=None):
     return AutoTokenizer.from_pretrained(DATA / name)
 
 
+def has_tokenizer(name):
+    """Whether the data hold the tokenizer of this family."""
+    return DATA is not None and (DATA / "tokenizers" / name).is_dir()
+
+
 def user(text):
     return {"role": "user", "content": text}
 
@@ -73,6 +83,15 @@ def call(name, arguments):
 def sample(tokenizer, text):
     """Ids as a model would have sampled them: control tokens in the text are control tokens."""
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def in_plain_text(value):
+    """Without control tokens (<|im_end|>, ]~b], /nothink), so that what is compared is the format, not how they are handled."""
+    if isinstance(value, str):
+        return value.translate(dict.fromkeys(map(ord, "<[/"), "("))
+    if isinstance(value, dict):
+        return {in_plain_text(key): in_plain_text(item) for key, item in value.items()}
+    return [in_plain_text(item) for item in value] if isinstance(value, list) else value
 
 
 def check_bridge(renderer, tokenizer, new, stop):

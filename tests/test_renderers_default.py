@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from renderers import make_renderer, resolve_name
 from tests.renderer_data import (
     CHATML,
+    LLAMA3,
     TINY,
     WEATHER,
     assistant,
@@ -31,13 +32,6 @@ STRIPS_THINKING = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 STRIPS_A_MARK_OF_ITS_OWN = CHATML.replace("m['content']", "m['content'].split('[DONE]')[-1]")
-LLAMA3 = (
-    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
-    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-
-
 LLAMA3_TOKENS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TEMPLATES = {"chatml": (CHATML, []), "llama3": (LLAMA3, LLAMA3_TOKENS)}
 DEFAULTS = {
