@@ -2,18 +2,7 @@
 
 An environment yields tasks and plays an episode in plain async Python through an `Agent`. The agent renders messages,
 samples from the model, records every turn token by token, and gives back the reply as a message. The environment grades
-by setting `agent.trace.reward`. A whole one:
-
-    @dataclass
-    class GuessTheNumber(Env):
-        high: int = 9
-
-        def tasks(self, split):
-            return [Task(f"{split}-{n}", [user(f"Guess a number from 0 to {self.high}.")], {"answer": n}) for n in range(self.high + 1)]
-
-        async def play(self, task, agent):
-            reply = await agent.say(*task.prompt)
-            agent.trace.reward = float(reply["content"].strip() == str(task.info["answer"]))
+by setting `agent.trace.reward`. README has a whole one in thirteen lines, `arithmetic.py` beside this file is another.
 
 What a rollout counts for:
 
