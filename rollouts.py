@@ -215,6 +215,35 @@ class Rollouts:
         scores = await self.engine.score(prompt_ids + reply_ids, self.config.temperature)
         return float(scores[len(prompt_ids) :].sum())
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know beside the queue (JSON types)."""
+        return {
+            "dealt": self.dealt,
+            "fruitless": dict(self._fruitless),
+            "empty_rounds": self._empty_rounds,
+            "stages": {
+                stage.name: {
+                    "dealt": stage.dealt,
+                    "curriculum": stage.curriculum.state_dict(),
+                    "algorithm": stage.algorithm.state_dict(),
+                }
+                for stage in self.stages
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises ValueError where it is that of other sources."""
+        names = [stage.name for stage in self.stages]
+        if names != list(state["stages"]):
+            raise ValueError(f"its sources are {', '.join(state['stages'])}, this run's are {', '.join(names)}")
+        self.dealt, self._empty_rounds = state["dealt"], state["empty_rounds"]
+        self._fruitless = Counter(state["fruitless"])
+        for stage in self.stages:
+            own = state["stages"][stage.name]
+            stage.dealt = own["dealt"]
+            stage.curriculum.load_state_dict(own["curriculum"])
+            stage.algorithm.load_state_dict(own["algorithm"])
+
     def _deal(self, traces: int) -> list[Group]:
         """Groups that will give at least so many traces, each from the source that is furthest behind its share."""
         groups = []
