@@ -48,6 +48,7 @@ class RemoteEngine(Engine):
 
     def __init__(self, model: Any, option: str, renderer: Any, max_context: int) -> None:
         super().__init__(max_context)
+        self.seq_len = max_context  # what the run asks for; a server may have less
         self.model, self.option, self.renderer = model, option, renderer
         self.speaks_tokens = True  # else it is asked by messages
         key = os.environ.get(model.api_key_env, "").strip() or "none"
@@ -78,9 +79,11 @@ class RemoteEngine(Engine):
         """Sample one completion by token ids. Its log-probs are NaN: what is learnt from a frozen model needs none."""
         ids = list(prompt_ids)
         if not 0 < len(ids) < self.max_context:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens does not fit the context of {self.max_context} that {self.model.name} has"
-            )
+            if self.max_context < self.seq_len:
+                limit = f"the context of {self.max_context} that {self.model.name} is served with: raise its server's --max-model-len"
+            else:
+                limit = f"--seq-len {self.seq_len}: raise it"
+            raise ValueError(f"a prompt of {len(ids)} tokens does not fit {limit}, or shorten the prompt")
         answer = await self._ask(
             lambda client: client.completions.create(
                 model=self.model.name,
@@ -102,7 +105,7 @@ class RemoteEngine(Engine):
         token_ids = (choice.model_extra or {}).get("token_ids")
         if not token_ids or not all(isinstance(id_, int) for id_ in token_ids):
             raise ValueError(f"{self.model.name} answered without token ids")
-        return Completion(token_ids, [math.nan] * len(token_ids), _finish_reason(choice), -1)
+        return Completion(token_ids, [math.nan] * len(token_ids), self._finish_reason(choice), -1)
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, messages: Sequence[Message], tools: list[dict] | None
@@ -117,8 +120,8 @@ class RemoteEngine(Engine):
     async def chat(
         self, messages: Sequence[Message], sampling: Sampling, tools: list[dict] | None = None
     ) -> tuple[Message, str]:
-        """(the reply as an assistant message, finish reason). Raises ValueError for a reply that was cut inside a character
-        or inside its reasoning: its tokens could not be told."""
+        """(the reply as an assistant message, finish reason). Raises ValueError for a reply that a filter withheld, and for one
+        that was cut inside a character or inside its reasoning: its tokens could not be told."""
         options = {"tools": tools} if tools else {}
         answer = await self._ask(
             lambda client: client.chat.completions.create(
@@ -131,7 +134,7 @@ class RemoteEngine(Engine):
             )
         )
         choice = self._choice(answer)
-        said, finish_reason = choice.message, _finish_reason(choice)
+        said, finish_reason = choice.message, self._finish_reason(choice)
         extra = said.model_extra or {}
         reasoning = extra.get("reasoning_content") or extra.get("reasoning")
         reply: Message = {"role": "assistant", "content": said.content or ""}
@@ -328,6 +331,16 @@ class RemoteEngine(Engine):
             raise ValueError(f"{self.model.name} answered without a choice")
         return choices[0]
 
+    def _finish_reason(self, choice: Any) -> str:
+        """ "stop" or "length". Raises ValueError for any other end: the server broke off what nobody may learn as an answer."""
+        if choice.finish_reason == "length":
+            return "length"
+        if choice.finish_reason in ("stop", "tool_calls", "function_call"):
+            return "stop"
+        raise ValueError(
+            f'{self.model.name} gave no finished answer: its server broke off with finish_reason "{choice.finish_reason}"'
+        )
+
     def _read_scores(self, answer: Any, ids: list[int]) -> np.ndarray:
         """Log-probs [T] out of `prompt_logprobs`: a null for the first token, and for each other one an entry under its id."""
         entries = (self._choice(answer).model_extra or {}).get("prompt_logprobs")
@@ -356,10 +369,6 @@ class Server:
 
     def __init__(self, client: openai.AsyncOpenAI, url: str) -> None:
         self.client, self.url, self.busy, self.rests_until = client, url, 0, 0.0
-
-
-def _finish_reason(choice: Any) -> str:
-    return "length" if choice.finish_reason == "length" else "stop"
 
 
 def _plain_call(call: Any) -> dict[str, Any]:

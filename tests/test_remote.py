@@ -312,6 +312,23 @@ def test_an_answer_without_token_ids_is_an_error(served):
         run(client(served).generate([1, 2], Sampling(5)))
 
 
+def test_a_prompt_that_does_not_fit_names_the_option_at_fault(served):
+    engine = client(served)
+    with pytest.raises(ValueError, match=r"a prompt of 128 tokens does not fit --seq-len 128: raise it"):
+        run(engine.generate([1] * 128, Sampling(5)))
+    served.answers["/models"] = lambda *_: {"data": [{"id": "teacher", "max_model_len": 64}]}
+    engine = client(served, option="sample-from")
+
+    async def ask():
+        await engine.preflight("sample", 128)
+        await engine.generate([1] * 64, Sampling(5))
+
+    with pytest.raises(
+        ValueError, match="64 tokens does not fit the context of 64 that teacher is served with: .*--max-model-len"
+    ):
+        run(ask())
+
+
 QUESTION = [{"role": "user", "content": "Hi?"}]
 
 
@@ -367,6 +384,16 @@ def test_a_reply_whose_tokens_can_not_be_told_is_an_error(served, reply, message
     served.answers["chat/completions"] = lambda body, number: reply
     with pytest.raises(ValueError, match=message):
         chat(served)
+
+
+@pytest.mark.parametrize("reason", ["content_filter", "abort", None])
+def test_a_reply_that_its_server_broke_off_is_an_error_and_no_answer(served, reason):
+    served.answers["chat/completions"] = lambda body, number: chat_answer("I can", reason)
+    with pytest.raises(ValueError, match=f'no finished answer: .*"{reason}"'):
+        chat(served)
+    served.answers["completions"] = lambda body, number: completion(token_ids=[104, 105], finish_reason=reason)
+    with pytest.raises(ValueError, match=f'no finished answer: .*"{reason}"'):
+        run(client(served).generate([1, 2], Sampling(5)))
 
 
 # Before the run.
