@@ -26,9 +26,9 @@ import openai
 
 from engines.base import Completion, Engine, Sampling
 
-PREFLIGHT_SECONDS = (
-    25.0  # for all questions together; whoever waits at a console learns within half a minute what is wrong
-)
+# For all questions to a server, and all servers are asked at once: whoever waits at a console learns within half a minute
+# what is wrong.
+PREFLIGHT_SECONDS = 25.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0  # seconds between two tries; each doubles the one before
 PROBE = "Grüße, 世界! 3 + 4 = 7.\n\n\tdef f(x):  return x"
 
@@ -151,34 +151,44 @@ class RemoteEngine(Engine):
     async def preflight(self, needs: str, seq_len: int) -> str:
         """Find out what the servers can do, for `needs` "score" or "sample"; return it in words.
 
-        Raises ValueError with one line that names option, address and remedy: no answer, another model, another tokenizer, no
-        or wrong log-probs for a probe of seq_len tokens.
+        Raises ValueError with one line that names option, address and remedy, of the first server with a fault: no answer,
+        another model, another tokenizer, no or wrong log-probs for a probe of seq_len tokens.
         """
-        lengths, words = [], ""
-        for server in self._servers:
-            try:
-                async with asyncio.timeout(PREFLIGHT_SECONDS):
-                    words, length = await self._preflight_one(server, needs, seq_len)
-            except TimeoutError:
-                raise self._error(
-                    "base-url", server.url, f"no answer in {PREFLIGHT_SECONDS:g} s; is it still loading its model?"
-                ) from None
-            except (AttributeError, LookupError, TypeError) as error:  # what an answer of another shape ends in
-                raise self._error(
-                    "base-url", server.url, f"its answers make no sense ({error}); is that an OpenAI-compatible server?"
-                ) from None
-            lengths += [length] if length else []
+        found = await asyncio.gather(
+            *[self._preflight_in_time(server, needs, seq_len) for server in self._servers], return_exceptions=True
+        )
+        for answer in found:
+            if isinstance(answer, BaseException):
+                raise answer
+        lengths = [length for length, _ in found if length]
         # A server samples one token after what it scores.
         self.max_context = min([self.max_context, *(length - 1 if needs == "score" else length for length in lengths)])
-        return words
+        where = f"{self.model.name} at {', '.join(server.url for server in self._servers)}"
+        if needs == "score":
+            return f"{where} scores token ids"
+        self.speaks_tokens = all(speaks for _, speaks in found)
+        return f"{where} samples {'by token ids' if self.speaks_tokens else 'by messages, and each reply is rendered once'}"
 
     async def disconnect(self) -> None:
         """Close the connections. `close` leaves them, since several algorithms may share them."""
         for server in self._servers:
             await server.client.close()
 
-    async def _preflight_one(self, server: "Server", needs: str, seq_len: int) -> tuple[str, int | None]:
-        """(what the server will be used for, its context in tokens or None)."""
+    async def _preflight_in_time(self, server: "Server", needs: str, seq_len: int) -> tuple[int | None, bool]:
+        try:
+            async with asyncio.timeout(PREFLIGHT_SECONDS):
+                return await self._preflight_one(server, needs, seq_len)
+        except TimeoutError:
+            raise self._error(
+                "base-url", server.url, f"no answer in {PREFLIGHT_SECONDS:g} s; is it still loading its model?"
+            ) from None
+        except (AttributeError, LookupError, TypeError) as error:  # what an answer of another shape ends in
+            raise self._error(
+                "base-url", server.url, f"its answers make no sense ({error}); is that an OpenAI-compatible server?"
+            ) from None
+
+    async def _preflight_one(self, server: "Server", needs: str, seq_len: int) -> tuple[int | None, bool]:
+        """(the server's context in tokens or None, whether it can be asked by token ids)."""
         listed = await self._models(server)
         served = {model.id: getattr(model, "max_model_len", None) for model in listed}
         if self.model.name not in served:
@@ -206,10 +216,8 @@ class RemoteEngine(Engine):
                     f"its tokenizer at {server.url} is not the policy's ({difference}); choose a model of the same family",
                 )
             await self._probe_scores(server, seq_len)
-            return f"{self.model.name} at {server.url} scores token ids", length
-        self.speaks_tokens = self.speaks_tokens and difference == "" and await self._gives_token_ids(server)
-        how = "by token ids" if self.speaks_tokens else "by messages, and each reply is rendered once"
-        return f"{self.model.name} at {server.url} samples {how}", length
+            return length, True
+        return length, difference == "" and await self._gives_token_ids(server)
 
     async def _models(self, server: "Server") -> list[Any]:
         """The models that a server lists, at its address or below /v1."""
@@ -222,7 +230,7 @@ class RemoteEngine(Engine):
                 if not isinstance(listed, list):
                     raise ValueError("no list of models")
             except (openai.AuthenticationError, openai.PermissionDeniedError):
-                raise self._error("base-url", url, f"it refuses the API key: set {self.model.api_key_env}") from None
+                raise self._error("base-url", url, self._wrong_key()) from None
             except (openai.OpenAIError, ValueError, AttributeError, TypeError) as found:
                 error = found
                 continue
@@ -238,7 +246,7 @@ class RemoteEngine(Engine):
 
     async def _tokenizer_difference(self, server: "Server") -> str | None:
         """Where the server's tokenizer gives other ids than ours for a text with all that a format has; "" where it gives the
-        same, None where it does not say."""
+        same, None where it has no /tokenize or one of another kind. Raises ValueError where it fails to answer."""
         tokenizer = self.renderer.tokenizer
         conversation = [{"role": "user", "content": PROBE}]
         text = PROBE + tokenizer.decode(self.renderer.render_ids(conversation, add_generation_prompt=True))
@@ -246,7 +254,10 @@ class RemoteEngine(Engine):
         body = {"model": self.model.name, "prompt": text, "add_special_tokens": False}
         try:
             theirs = (await root.post("/tokenize", body=body, cast_to=object))["tokens"]
-        except (openai.OpenAIError, ValueError, KeyError, TypeError):
+        except openai.OpenAIError as error:
+            self._require_service(server, "/tokenize", error)
+            return None
+        except (ValueError, KeyError, TypeError):
             return None
         ours = tokenizer.encode(text, add_special_tokens=False)
         if theirs == ours:
@@ -266,6 +277,7 @@ class RemoteEngine(Engine):
             )
             self._read_scores(answer, ids)
         except openai.OpenAIError as error:
+            self._require_service(server, f"a request to score {seq_len} tokens", error)
             raise self._error(
                 "base-url",
                 server.url,
@@ -281,8 +293,29 @@ class RemoteEngine(Engine):
                 model=self.model.name, prompt=ids, max_tokens=1, extra_body={"return_token_ids": True}
             )
             return bool((self._choice(answer).model_extra or {}).get("token_ids"))
-        except (openai.OpenAIError, ValueError):
+        except openai.OpenAIError as error:
+            self._require_service(server, "a request by token ids", error)
             return False
+        except ValueError:
+            return False
+
+    def _require_service(self, server: "Server", what: str, error: openai.OpenAIError) -> None:
+        """Raise ValueError unless an error is the answer of a server that does not offer what it was asked for: one that
+        refuses the key or fails says nothing about that."""
+        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+            raise self._error(
+                "base-url", server.url, f"{self._wrong_key()} (it answered {error.status_code} to {what})"
+            )
+        if isinstance(error, openai.APIConnectionError):
+            raise self._error("base-url", server.url, f"the connection broke at {what}: {_short(error)}")
+        status = getattr(error, "status_code", 0)
+        if status == 429 or (status >= 500 and status != 501):
+            raise self._error(
+                "base-url", server.url, f"it failed or is overloaded: it answered {status} to {what}; look at its log"
+            )
+
+    def _wrong_key(self) -> str:
+        return f"it refuses the API key: set {self.model.api_key_env}, or name another variable by --{self.option}.api-key-env"
 
     def _error(self, field: str, value: str, what: str) -> ValueError:
         return ValueError(f"--{self.option}.{field} {value}: {what}")
@@ -312,9 +345,7 @@ class RemoteEngine(Engine):
                         f"{self.model.name} at {server.url}, after {attempt + 1} tries: {_short(error)}"
                     ) from error
             except (openai.AuthenticationError, openai.PermissionDeniedError):
-                raise RuntimeError(
-                    f"{self.model.name} at {server.url} refuses the API key: set {self.model.api_key_env}"
-                ) from None
+                raise RuntimeError(f"{self.model.name} at {server.url}: {self._wrong_key()}") from None
             except (openai.OpenAIError, json.JSONDecodeError) as error:
                 raise RuntimeError(f"{self.model.name} at {server.url}: {_short(error)}") from error
             else:

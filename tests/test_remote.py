@@ -427,6 +427,12 @@ PREFLIGHTS = {
     "short": ("/models", lambda *_: {"data": [{"id": "teacher", "max_model_len": 128}]}, "128 tokens, too short .*--max-model-len 129"),
     "tokenizer": ("/tokenize", other_tokens, r"--teacher.name teacher: its tokenizer .*token 0 of a probe is \[1\] there"),
     "no tokenizer": ("/tokenize", lambda *_: (404, "no"), "only a vLLM server gives log-probs"),
+    "wrong method": ("/tokenize", lambda *_: (405, "no"), "only a vLLM server gives log-probs"),
+    "tokenize 401": ("/tokenize", lambda *_: (401, "who"), "refuses the API key: .*--teacher.api-key-env .*401 to /tokenize"),
+    "tokenize 403": ("/tokenize", lambda *_: (403, "no"), "refuses the API key: .*--teacher.api-key-env .*403 to /tokenize"),
+    "tokenize 500": ("/tokenize", lambda *_: (500, "oops"), "it failed or is overloaded: it answered 500 to /tokenize"),
+    "tokenize reset": ("/tokenize", lambda *_: "reset", "the connection broke at /tokenize"),
+    "scoring 500": ("completions", lambda *_: (500, "oops"), "it answered 500 to a request to score 128 tokens"),
     "no log-probs": ("completions", lambda *_: completion(), "gave none; serve the teacher with vLLM"),
     "wrong length": ("completions", scored_with(lambda entries: entries[:-1]), "128 tokens and gave 127 entries"),
     "null": ("completions", scored_with(lambda entries: [*entries[:60], None, *entries[61:]]), "no log-prob for token 60"),
@@ -452,6 +458,50 @@ def test_nobody_there(served):
     served.close()
     with pytest.raises(ValueError, match=r"--teacher.base-url http://127.*: no server answers there"):
         run(client(served).preflight("score", 128))
+
+
+def test_all_servers_are_asked_at_once_and_the_first_with_a_fault_is_named(served, monkeypatch):
+    monkeypatch.setattr(engines.remote, "PREFLIGHT_SECONDS", 1)
+    others = [Served() for _ in range(4)]
+    try:
+        others[0].delay = 0.2  # it fails later than the next one
+        others[0].answers["/models"] = lambda *_: (500, "oops")
+        for other in others[1:]:
+            other.answers["/models"] = lambda *_: "hang"
+        with pytest.raises(ValueError, match=f"--teacher.base-url {others[0].url}: it answered 500"):
+            run(client(served, *others).preflight("score", 128))
+        monkeypatch.setattr(engines.remote, "PREFLIGHT_SECONDS", 20)
+        for other in others:
+            other.answers.clear()
+            other.delay = 0.4  # for each of its three answers
+        start = time.perf_counter()
+        words = run(client(served, *others).preflight("score", 128))
+        assert time.perf_counter() - start < 4, "less than four servers would take one after another"
+        assert all(server.url in words for server in (served, *others))
+    finally:
+        for other in others:
+            other.close()
+
+
+def test_one_server_that_takes_no_token_ids_means_messages_for_all(served):
+    other = Served()
+    try:
+        other.delay = 0.05
+        for one in (served, other):
+            one.answers = {"/tokenize": other_tokens}
+            engine = client(served, other, option="sample-from")
+            assert "by messages" in run(engine.preflight("sample", 128)) and not engine.speaks_tokens
+            one.answers = {}
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize(("path", "what"), [("/tokenize", "/tokenize"), ("completions", "a request by token ids")])
+def test_a_server_that_fails_is_not_taken_for_one_that_speaks_messages_only(served, path, what):
+    for status, message in ((401, "--sample-from.api-key-env"), (503, f"it answered 503 to {what}")):
+        served.answers = {path: lambda *_, status=status: (status, "no")}
+        with pytest.raises(ValueError, match=message):
+            run(client(served, option="sample-from").preflight("sample", 128))
 
 
 def test_a_model_to_imitate_is_asked_by_messages_where_ids_would_mean_other_tokens(served):
