@@ -69,7 +69,7 @@ class RemoteEngine(Engine):
             raise ValueError(f"{self.model.name} is served: it scores at temperature 1, not {temperature:g}")
         ids = list(token_ids)
         answer = await self._ask(
-            lambda client: client.completions.create(
+            lambda server: server.client.completions.create(
                 model=self.model.name, prompt=ids, max_tokens=1, temperature=0, extra_body={"prompt_logprobs": 0}
             )
         )
@@ -85,16 +85,14 @@ class RemoteEngine(Engine):
                 limit = f"--seq-len {self.seq_len}: raise it"
             raise ValueError(f"a prompt of {len(ids)} tokens does not fit {limit}, or shorten the prompt")
         answer = await self._ask(
-            lambda client: client.completions.create(
+            lambda server: server.client.completions.create(
                 model=self.model.name,
                 prompt=ids,
                 max_tokens=min(sampling.max_new_tokens, self.max_context - len(ids)),
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 extra_body={
-                    "top_k": sampling.top_k,
-                    "min_p": 0.0,
-                    "repetition_penalty": 1.0,
+                    **_beyond_openai(sampling.top_k),
                     "stop_token_ids": list(sampling.stop_token_ids),
                     "ignore_eos": True,
                     "return_token_ids": True,
@@ -124,12 +122,13 @@ class RemoteEngine(Engine):
         that was cut inside a character or inside its reasoning: its tokens could not be told."""
         options = {"tools": tools} if tools else {}
         answer = await self._ask(
-            lambda client: client.chat.completions.create(
+            lambda server: server.client.chat.completions.create(
                 model=self.model.name,
                 messages=list(messages),
                 max_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
+                extra_body=_beyond_openai(sampling.top_k) if server.takes_more else None,
                 **options,
             )
         )
@@ -167,7 +166,13 @@ class RemoteEngine(Engine):
         if needs == "score":
             return f"{where} scores token ids"
         self.speaks_tokens = all(speaks for _, speaks in found)
-        return f"{where} samples {'by token ids' if self.speaks_tokens else 'by messages, and each reply is rendered once'}"
+        if self.speaks_tokens:
+            return f"{where} samples by token ids"
+        words = f"{where} samples by messages, and each reply is rendered once"
+        strict = [server.url for server in self._servers if not server.takes_more]
+        if strict:
+            words += f"; {', '.join(strict)} takes no top_k, min_p or repetition_penalty: what it holds for these by itself applies"
+        return words
 
     async def disconnect(self) -> None:
         """Close the connections. `close` leaves them, since several algorithms may share them."""
@@ -217,7 +222,10 @@ class RemoteEngine(Engine):
                 )
             await self._probe_scores(server, seq_len)
             return length, True
-        return length, difference == "" and await self._gives_token_ids(server)
+        speaks_tokens = difference == "" and await self._gives_token_ids(server)
+        if not speaks_tokens:
+            server.takes_more = await self._takes_more(server)
+        return length, speaks_tokens
 
     async def _models(self, server: "Server") -> list[Any]:
         """The models that a server lists, at its address or below /v1."""
@@ -299,7 +307,25 @@ class RemoteEngine(Engine):
         except ValueError:
             return False
 
-    def _require_service(self, server: "Server", what: str, error: openai.OpenAIError) -> None:
+    async def _takes_more(self, server: "Server") -> bool:
+        """Whether a chat may carry fields that OpenAI's own servers refuse. Raises ValueError where there is no chat at all."""
+        message: Any = {"role": "user", "content": "?"}
+        for takes_more in (True, False):
+            try:
+                answer = await server.client.chat.completions.create(
+                    model=self.model.name,
+                    messages=[message],
+                    max_tokens=16,
+                    extra_body=_beyond_openai(-1) if takes_more else None,
+                )
+                self._choice(answer)
+                return takes_more
+            except (openai.OpenAIError, ValueError) as error:
+                self._require_service(server, "a chat", error)
+                why = _short(error)
+        raise self._error("base-url", server.url, f"it can not be asked by messages: {why}")
+
+    def _require_service(self, server: "Server", what: str, error: Exception) -> None:
         """Raise ValueError unless an error is the answer of a server that does not offer what it was asked for: one that
         refuses the key or fails says nothing about that."""
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
@@ -320,7 +346,7 @@ class RemoteEngine(Engine):
     def _error(self, field: str, value: str, what: str) -> ValueError:
         return ValueError(f"--{self.option}.{field} {value}: {what}")
 
-    async def _ask(self, request: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:
+    async def _ask(self, request: Callable[["Server"], Awaitable[T]]) -> T:
         """Send a request to the least busy server that rests from no failure. Raises RuntimeError when its time is over or it is refused."""
         async with self._free:
             try:
@@ -331,13 +357,13 @@ class RemoteEngine(Engine):
                     f"{self.model.name}: no answer in {self.model.timeout:g} s (--{self.option}.timeout)"
                 ) from None
 
-    async def _try(self, request: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:
+    async def _try(self, request: Callable[["Server"], Awaitable[T]]) -> T:
         for attempt in range(self.model.retries + 1):
             now = asyncio.get_running_loop().time()
             server = min(self._servers, key=lambda server: (max(now, server.rests_until), server.busy))
             server.busy += 1
             try:
-                answer = await request(server.client)
+                answer = await request(server)
             except (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError) as error:
                 server.rests_until = now + LONGEST_PAUSE
                 if attempt == self.model.retries:
@@ -396,10 +422,16 @@ class RemoteEngine(Engine):
 
 class Server:
     """One address of a model: its client, how many requests it has, and until when others are asked instead, because one
-    failed (in the event loop's seconds)."""
+    failed (in the event loop's seconds). takes_more: it knows sampling fields that OpenAI's own servers refuse."""
 
     def __init__(self, client: openai.AsyncOpenAI, url: str) -> None:
-        self.client, self.url, self.busy, self.rests_until = client, url, 0, 0.0
+        self.client, self.url, self.busy, self.rests_until, self.takes_more = client, url, 0, 0.0, True
+
+
+def _beyond_openai(top_k: int) -> dict[str, Any]:
+    """Sampling fields that OpenAI does not have. A server that knows them takes them from the model folder's
+    generation_config unless they are sent."""
+    return {"top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def _plain_call(call: Any) -> dict[str, Any]:

@@ -496,6 +496,33 @@ def test_one_server_that_takes_no_token_ids_means_messages_for_all(served):
         other.close()
 
 
+def test_a_chat_names_every_sampling_field_that_its_server_knows(served):
+    def strictly(body, number):
+        unknown = {"top_k", "min_p", "repetition_penalty"} & body.keys()
+        return (400, {"error": {"message": "Unrecognized request arguments supplied"}}) if unknown else None
+
+    async def ask():
+        engine = client(served, option="sample-from")
+        words = await engine.preflight("sample", 128)
+        await engine.chat(QUESTION, Sampling(20, 0.7))
+        return words, served.asked[-1][1]
+
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    served.answers = {"/tokenize": other_tokens}
+    words, body = run(ask())
+    assert neutral.items() <= body.items() and "takes no top_k" not in words, "not the model folder's"
+    served.answers["chat/completions"] = strictly
+    words, body = run(ask())
+    assert not neutral.keys() & body.keys() and body["temperature"] == 0.7 and body["top_p"] == 1
+    assert f"{served.url} takes no top_k, min_p or repetition_penalty" in words
+
+
+def test_a_model_to_imitate_that_can_not_be_asked_at_all_is_told_before_the_run(served):
+    served.answers = {"/tokenize": other_tokens, "chat/completions": lambda *_: (400, {"message": "no chat template"})}
+    with pytest.raises(ValueError, match="--sample-from.base-url .*by messages: .*no chat template"):
+        run(client(served, option="sample-from").preflight("sample", 128))
+
+
 @pytest.mark.parametrize(("path", "what"), [("/tokenize", "/tokenize"), ("completions", "a request by token ids")])
 def test_a_server_that_fails_is_not_taken_for_one_that_speaks_messages_only(served, path, what):
     for status, message in ((401, "--sample-from.api-key-env"), (503, f"it answered 503 to {what}")):
