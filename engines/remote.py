@@ -8,9 +8,10 @@
 
 `preflight` finds out which of these a server can do, before anything heavy is loaded; what is wrong then is one line that
 names the option, the address and what to do. During the run a request is retried with growing pauses after a refusal (429),
-a server error or a broken connection, on the next server where there are several, until its time is over. Then it raises,
-which ends the episode that asked and no other. An answer that is not what was asked for raises at once: a log-prob that is
-missing is never taken for 0.
+a server error, a broken connection, or half of its time without an answer, on the next server where there are several,
+until its tries or its time are over. Then it raises, which ends the episode that asked and no other. A server that failed
+rests, and one request finds out whether it is back. An answer that is not what was asked for raises at once: a log-prob
+that is missing is never taken for 0.
 """
 
 import asyncio
@@ -347,40 +348,59 @@ class RemoteEngine(Engine):
         return ValueError(f"--{self.option}.{field} {value}: {what}")
 
     async def _ask(self, request: Callable[["Server"], Awaitable[T]]) -> T:
-        """Send a request to the least busy server that rests from no failure. Raises RuntimeError when its time is over or it is refused."""
+        """Send a request, again where that may help. Raises RuntimeError when its tries or its time are over, or it is refused."""
         async with self._free:
-            try:
-                async with asyncio.timeout(self.model.timeout):
-                    return await self._try(request)
-            except TimeoutError:
-                raise RuntimeError(
-                    f"{self.model.name}: no answer in {self.model.timeout:g} s (--{self.option}.timeout)"
-                ) from None
+            return await self._try(request)
 
     async def _try(self, request: Callable[["Server"], Awaitable[T]]) -> T:
+        time, left = asyncio.get_running_loop().time, self.model.timeout
+        # A try that hangs is given up after half of the time, and the other half is for the next server, or for this one again.
+        longest = left / 2 if self.model.retries else left
         for attempt in range(self.model.retries + 1):
-            now = asyncio.get_running_loop().time()
-            server = min(self._servers, key=lambda server: (max(now, server.rests_until), server.busy))
+            server, started, allowed = self._choose(longest), time(), min(longest, left)
             server.busy += 1
             try:
-                answer = await request(server)
-            except (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError) as error:
-                server.rests_until = now + LONGEST_PAUSE
-                if attempt == self.model.retries:
-                    raise RuntimeError(
-                        f"{self.model.name} at {server.url}, after {attempt + 1} tries: {_short(error)}"
-                    ) from error
+                async with asyncio.timeout(allowed):
+                    answer = await request(server)
+            except (
+                TimeoutError,
+                openai.APIConnectionError,
+                openai.RateLimitError,
+                openai.InternalServerError,
+            ) as found:
+                error: Exception = found
+                server.failed_at = time()
+                server.rests_until = server.failed_at + LONGEST_PAUSE
             except (openai.AuthenticationError, openai.PermissionDeniedError):
                 raise RuntimeError(f"{self.model.name} at {server.url}: {self._wrong_key()}") from None
             except (openai.OpenAIError, json.JSONDecodeError) as error:
                 raise RuntimeError(f"{self.model.name} at {server.url}: {_short(error)}") from error
             else:
+                if server.failed_at is not None and server.failed_at <= started:
+                    server.failed_at, server.rests_until = None, 0.0
                 return answer
             finally:
                 server.busy -= 1
             # Half of the pause is chance, so that those who failed together do not come back together.
-            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * (0.5 + JITTER.random() / 2))
-        raise AssertionError("the last attempt returns or raises")
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * (0.5 + JITTER.random() / 2)
+            left -= min(time() - started, allowed) + pause
+            if left <= 0 or attempt == self.model.retries:
+                break
+            await asyncio.sleep(pause)
+        if isinstance(error, TimeoutError):
+            why = f"no answer in {self.model.timeout:g} s (--{self.option}.timeout)"
+        else:
+            why = _short(error)
+        raise RuntimeError(f"{self.model.name} at {server.url}, after {attempt + 1} tries: {why}") from error
+
+    def _choose(self, longest: float) -> "Server":
+        """The least busy server that rests from no failure; where all rest, the one whose rest ends first. One that failed
+        is asked by a single request, and gets more when it has answered that. longest: a try's time in seconds."""
+        now = asyncio.get_running_loop().time()
+        server = min(self._servers, key=lambda server: (max(now, server.rests_until), server.busy))
+        if server.failed_at is not None:
+            server.rests_until = now + longest
+        return server
 
     def _choice(self, answer: Any) -> Any:
         choices = getattr(answer, "choices", None)
@@ -421,11 +441,14 @@ class RemoteEngine(Engine):
 
 
 class Server:
-    """One address of a model: its client, how many requests it has, and until when others are asked instead, because one
-    failed (in the event loop's seconds). takes_more: it knows sampling fields that OpenAI's own servers refuse."""
+    """One address of a model: its client, how many requests it has, when it failed if it did not answer since, and until when
+    others are asked instead (both in the event loop's seconds). takes_more: it knows sampling fields that OpenAI's own
+    servers refuse."""
 
     def __init__(self, client: openai.AsyncOpenAI, url: str) -> None:
-        self.client, self.url, self.busy, self.rests_until, self.takes_more = client, url, 0, 0.0, True
+        self.client, self.url, self.busy, self.takes_more = client, url, 0, True
+        self.failed_at: float | None = None
+        self.rests_until = 0.0
 
 
 def _beyond_openai(top_k: int) -> dict[str, Any]:

@@ -244,6 +244,49 @@ def test_a_server_that_hangs_costs_the_timeout_and_no_more(served):
     assert time.perf_counter() - start < 3
 
 
+def test_a_request_that_hangs_is_sent_again_within_its_time(served):
+    served.answers["completions"] = lambda body, number: "hang" if number == 0 else None
+    start = time.perf_counter()
+    assert np.isfinite(run(client(served, timeout=2.0).score([5, 6]))[1])
+    assert 1.0 <= time.perf_counter() - start < 2.0 and len(served.asked) == 2
+    served.answers["completions"] = lambda body, number: "hang"
+    with pytest.raises(RuntimeError, match=r"after 1 tries: no answer in 0\.5 s"):
+        run(client(served, timeout=0.5, retries=0).score([5, 6]))
+
+
+def test_a_server_that_hangs_loses_its_share_and_no_request_is_lost(served, monkeypatch):
+    monkeypatch.setattr(engines.remote, "LONGEST_PAUSE", 0.1)
+    other = Served()
+    other.answers["completions"] = lambda body, number: "hang"
+
+    async def batches():
+        engine, shares, found = client(served, other, timeout=4.0), [], []
+        for _ in range(3):
+            before = len(other.asked)
+            found += await asyncio.gather(*[engine.score([5, i]) for i in range(8)])
+            shares.append(len(other.asked) - before)
+            await asyncio.sleep(0.1)  # its rest is over, and it hangs as before
+        return shares, found
+
+    try:
+        shares, found = run(batches())
+        assert shares == [4, 1, 1] and all(np.isfinite(scores[1]) for scores in found)
+        served.answers["completions"] = other.answers["completions"]
+        with pytest.raises(RuntimeError, match="no answer in 0.5 s"):
+            run(client(served, other, timeout=0.5).score([5, 6]))
+        served.answers.clear(), other.answers.clear()
+
+        async def all_failed():
+            engine = client(served, other)
+            for server in engine._servers:
+                server.failed_at, server.rests_until = 0.0, asyncio.get_running_loop().time() + 60
+            return await asyncio.gather(*[engine.score([5, i]) for i in range(8)])
+
+        assert len(run(all_failed())) == 8, "servers that all rest are asked all the same"
+    finally:
+        other.close()
+
+
 def test_no_more_requests_at_once_than_asked_for(served):
     served.delay = 0.05
 
@@ -279,7 +322,9 @@ def test_several_servers_share_the_work_and_stand_in_for_each_other(served, monk
             for server in engine._servers:
                 server.rests_until = 0.0  # the rest is over
             found += await many(engine)
-            assert len(other.asked) == tried + 8, "it is back, and has its share of the work again"
+            assert len(other.asked) == tried + 1, "one request finds out whether it is back"
+            found += await many(engine)
+            assert len(other.asked) == tried + 9, "it is back, and has its share of the work again"
             return found
 
         assert all(np.isfinite(scores[1]) for scores in run(while_one_is_away()))
