@@ -19,7 +19,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,8 +57,8 @@ class RemoteEngine(Engine):
             raise ValueError(
                 f"--{option}.api-key-env {model.api_key_env}: its value can not be a key, no header can carry it"
             )
-        self._servers = [
-            Server(openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=model.timeout), url)
+        self._servers = [  # without a timeout of the client's: `within` counts better, and the preflight has its own
+            Server(openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=None), url)
             for url in (part.strip().rstrip("/") for part in model.base_url.split(","))
         ]
         self._free = asyncio.Semaphore(model.max_concurrent)
@@ -347,12 +347,12 @@ class RemoteEngine(Engine):
     def _error(self, field: str, value: str, what: str) -> ValueError:
         return ValueError(f"--{self.option}.{field} {value}: {what}")
 
-    async def _ask(self, request: Callable[["Server"], Awaitable[T]]) -> T:
+    async def _ask(self, request: Callable[["Server"], Coroutine[Any, Any, T]]) -> T:
         """Send a request, again where that may help. Raises RuntimeError when its tries or its time are over, or it is refused."""
         async with self._free:
             return await self._try(request)
 
-    async def _try(self, request: Callable[["Server"], Awaitable[T]]) -> T:
+    async def _try(self, request: Callable[["Server"], Coroutine[Any, Any, T]]) -> T:
         time, left = asyncio.get_running_loop().time, self.model.timeout
         # A try that hangs is given up after half of the time, and the other half is for the next server, or for this one again.
         longest = left / 2 if self.model.retries else left
@@ -360,8 +360,7 @@ class RemoteEngine(Engine):
             server, started, allowed = self._choose(longest), time(), min(longest, left)
             server.busy += 1
             try:
-                async with asyncio.timeout(allowed):
-                    answer = await request(server)
+                answer = await within(allowed, request(server))
             except (
                 TimeoutError,
                 openai.APIConnectionError,
@@ -449,6 +448,30 @@ class Server:
         self.client, self.url, self.busy, self.takes_more = client, url, 0, True
         self.failed_at: float | None = None
         self.rests_until = 0.0
+
+
+async def within(seconds: float, request: Coroutine[Any, Any, T]) -> T:
+    """A request's answer. Raises TimeoutError when there is none after so many seconds in which the event loop ran.
+
+    An engine that decodes in this process holds the loop up, for longer than the whole timeout maybe. When the loop goes on,
+    a timer that expired meanwhile would come before answers that had arrived meanwhile too. So time is counted in ticks of a
+    second or less, and one that comes late by more than half of that is not counted.
+    """
+    task, time = asyncio.ensure_future(request), asyncio.get_running_loop().time
+    tick = min(1.0, seconds / 10)
+    try:
+        while seconds > 0:
+            length = min(tick, seconds)
+            due = time() + length
+            if (await asyncio.wait([task], timeout=length))[0]:
+                return task.result()
+            if time() - due < tick / 2:
+                seconds -= length
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])  # the connection is closed
 
 
 def _beyond_openai(top_k: int) -> dict[str, Any]:

@@ -254,6 +254,35 @@ def test_a_request_that_hangs_is_sent_again_within_its_time(served):
         run(client(served, timeout=0.5, retries=0).score([5, 6]))
 
 
+@pytest.mark.parametrize("retries", [0, 3])
+def test_time_in_which_the_event_loop_stands_still_is_not_the_servers(served, retries):
+    """An engine decodes in the loop for longer than the timeout: what was answered meanwhile is an answer, for each request."""
+    served.delay = 0.3
+
+    async def both():
+        engine = client(served, timeout=1.0, retries=retries)
+        waiting = asyncio.gather(*[engine.score([5, i]) for i in range(4)])
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
+        return await waiting
+
+    assert all(np.isfinite(scores[1]) for scores in run(both()))
+    assert len(served.asked) == 4, "nothing was asked twice"
+
+
+def test_a_request_that_is_given_up_leaves_no_task_behind(served):
+    served.answers["completions"] = lambda body, number: "hang"
+
+    async def give_up():
+        engine = client(served)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.score([5, 6]), 0.2)
+        assert len(asyncio.all_tasks()) == 1 and engine._servers[0].busy == 0
+        assert engine._servers[0].failed_at is None, "it is not the server's fault"
+
+    run(give_up())
+
+
 def test_a_server_that_hangs_loses_its_share_and_no_request_is_lost(served, monkeypatch):
     monkeypatch.setattr(engines.remote, "LONGEST_PAUSE", 0.1)
     other = Served()
