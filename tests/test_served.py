@@ -141,10 +141,12 @@ def test_the_servers_own_sampling_defaults_change_nothing(url, speaks_tokens):
     async def several():
         client = await connected(url, "sample", "sample-from")
         client.speaks_tokens = speaks_tokens
-        sampling = Sampling(20, temperature=1.5, stop_token_ids=tuple(RENDERER.stop_token_ids))
-        found = await asyncio.gather(*[client.complete(prompt, sampling, messages, None) for _ in range(12)])
+        sampling = Sampling(20, temperature=2.0, stop_token_ids=tuple(RENDERER.stop_token_ids))
+        # So hot a model sometimes writes half of a character, which is an error by messages.
+        asking = [client.complete(prompt, sampling, messages, None) for _ in range(24)]
+        found = await asyncio.gather(*asking, return_exceptions=True)
         await client.disconnect()
-        return {tuple(completion.token_ids) for completion in found}
+        return {tuple(completion.token_ids) for completion in found if not isinstance(completion, ValueError)}
 
     assert len(asyncio.run(several())) > 1, "top_k 1 would give one answer"
 
