@@ -1,6 +1,6 @@
 """GRPO on reverse-text: what `python train.py` runs by default.
 
-    python train.py configs/grpo_tiny.py
+python train.py configs/grpo_tiny.py
 """
 
 from algos.grpo import GRPOConfig

@@ -1,7 +1,7 @@
 """MaxRL on sums below 100, right or wrong.
 
-    python train.py configs/max_rl_tiny.py
-    python train.py configs/max_rl_tiny.py --algo grpo         # the same samples under grpo
+python train.py configs/max_rl_tiny.py
+python train.py configs/max_rl_tiny.py --algo grpo         # the same samples under grpo
 """
 
 from algos.max_rl import MaxRLConfig
