@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -118,18 +118,21 @@ def load(folder: Path, policy: Policy) -> Snapshot:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.load(policy.tensors(), storage_reader=dcp.HuggingFaceStorageReader(str(folder / "trainer")))
-        tensors = load_file(folder / "branches.safetensors")
-    except SafetensorError as error:
-        raise ValueError(f"{folder}: damaged ({error}){_offer(folder)}") from None
     except (CheckpointException, RuntimeError, ValueError) as error:
         raise ValueError(f"{folder}: it is not of this --model ({str(error).strip().splitlines()[-1][:200]})") from None
     restore_generators(state["generators"])
+    tensors = load_file(folder / "branches.safetensors")
     ahead = state["ahead"]
     if ahead is not None:
         (branches,) = unflatten(tensors, ahead["branches"], "ahead.")
         ahead = branches, ahead["metrics"]
     return Snapshot(
-        state["step"], state["rollouts"], unflatten(tensors, state["waiting"]), ahead, state["sizes"], state["generators"]
+        state["step"],
+        state["rollouts"],
+        unflatten(tensors, state["waiting"]),
+        ahead,
+        state["sizes"],
+        state["generators"],
     )
 
 
@@ -151,7 +154,7 @@ def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 
 def problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None: is every file there, with the size that it was written with?"""
+    """What is wrong with a checkpoint, or None: is every file there, of the size that it was written with, and to be read?"""
     try:
         sizes = json.loads((folder / "files.json").read_text())
         state = json.loads((folder / "state.json").read_text())
@@ -159,14 +162,20 @@ def problem(folder: Path) -> str | None:
             return f"written in format {state['format']}, this version reads {FORMAT}"
         found = _sizes(folder)
         wrong = [name for name, size in sizes.items() if found.get(name) != size]
+        for name in sizes if not wrong else ():
+            if name.endswith(".safetensors"):
+                with safe_open(folder / name, "pt"):
+                    pass  # its header can be read
     except FileNotFoundError as error:
         return f"no checkpoint: {Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         return f"damaged: {error}"
     return f"damaged: {wrong[0]} is {'cut' if wrong[0] in found else 'missing'}" if wrong else None
 
 
-def flatten(groups: Sequence[Sequence[Branch]], prefix: str = "") -> tuple[dict[str, Tensor], list[list[dict[str, Any]]]]:
+def flatten(
+    groups: Sequence[Sequence[Branch]], prefix: str = ""
+) -> tuple[dict[str, Tensor], list[list[dict[str, Any]]]]:
     """(tensors by name, the rest as JSON types) of branches in groups; `unflatten` reads both."""
     tensors, described = {}, []
     for g, group in enumerate(groups):
@@ -179,7 +188,9 @@ def flatten(groups: Sequence[Sequence[Branch]], prefix: str = "") -> tuple[dict[
     return tensors, described
 
 
-def unflatten(tensors: dict[str, Tensor], described: list[list[dict[str, Any]]], prefix: str = "") -> list[list[Branch]]:
+def unflatten(
+    tensors: dict[str, Tensor], described: list[list[dict[str, Any]]], prefix: str = ""
+) -> list[list[Branch]]:
     """The branches that `flatten` took apart."""
     groups = []
     for g, group in enumerate(described):

@@ -203,6 +203,17 @@ class Run:
     seed: int = 0
     """order of tasks and sampling; on the CPU the same seed gives the same run to the bit"""
 
+    save_every: int = 50
+    """steps between checkpoints (also at the end, and when the run is stopped); 0: never"""
+    keep: int = 2
+    """checkpoints that are kept, the newest ones"""
+    resume: bool = False
+    """go on with the run of this name from its newest checkpoint, exactly; its own configuration is the default for flags"""
+    resume_from: Path | None = None
+    """begin from this checkpoint of another run, e.g. runs/a/checkpoints/step_50: its weights, moments, step and curriculum"""
+    grace: float = 60.0
+    """seconds that a stopped run (Ctrl-C, SIGTERM) has to end its step before it is saved as it was after the one before"""
+
     runs_dir: Path = Path("runs")
     """where runs are written"""
     name: str | None = None
@@ -292,13 +303,15 @@ class Config(Run):
             "warmup_steps": 0,
             "eval_every": 0,
             "eval_samples": 1,
+            "save_every": 0,
+            "keep": 1,
             "weight_decay": 0,
             "final_lr": 0,
         }
         for name, minimum in least.items():
             value = getattr(self, name)
             require(value is None or value >= minimum, name, value, f"must be at least {minimum}")
-        for name in ("temperature", "lr", "max_grad_norm", "rollout_timeout"):
+        for name in ("temperature", "lr", "max_grad_norm", "rollout_timeout", "grace"):
             value = getattr(self, name)
             require(value is None or (value > 0 and math.isfinite(value)), name, value, "must be a positive number")
         for name in ("weight_decay", "final_lr"):
@@ -323,6 +336,13 @@ class Config(Run):
             "max_off_policy_steps",
             oldest,
             "must be at least 1 with --overlap, which trains one step late" if self.overlap else "must be at least 0",
+        )
+        require(not self.resume or self.name is not None, "resume", "", "needs the --name of the run that it continues")
+        require(
+            not (self.resume and self.resume_from),
+            "resume_from",
+            self.resume_from,
+            "begins a new run; leave --resume out",
         )
         require(bool(self.sources), "sources", self.sources, "must hold at least one Source")
         for knob, value in vars(self.loss).items():
@@ -389,6 +409,7 @@ class Config(Run):
         """JSON types; algorithm, environment and loss carry their name. `from_dict` reads it back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Run)} | {
             "runs_dir": str(self.runs_dir),
+            "resume_from": None if self.resume_from is None else str(self.resume_from),
             "betas": list(self.betas),
         }
         values["loss"] = _named(LOSSES, self.loss)
@@ -411,7 +432,12 @@ class Config(Run):
             )
             for source in values["sources"]
         ]
-        other = {"runs_dir": Path(values["runs_dir"]), "betas": tuple(values["betas"])}
+        start = values.get("resume_from")
+        other = {
+            "runs_dir": Path(values["runs_dir"]),
+            "resume_from": None if start is None else Path(start),
+            "betas": tuple(values["betas"]),
+        }
         return cls(**values | other | {"loss": _rebuilt(LOSSES, values["loss"]), "sources": sources})
 
     def words(self) -> str:
@@ -503,6 +529,9 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
     args, notes = list(args), []
     from_a_file = bool(args) and not args[0].startswith("-")
     base = read_config_file(args.pop(0)) if from_a_file else Config()
+    began = _run_to_resume(args)
+    if began is not None and not from_a_file:
+        base, from_a_file = dataclasses.replace(began, resume_from=None), True
     source, several = base.sources[0], len(base.sources) > 1
     given = {kind: getattr(source, kind) for kind in SOURCE_CHOICES} | {"loss": base.loss}
 
@@ -566,6 +595,9 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
         fail(str(error))
     except (TypeError, AttributeError) as error:
         fail(f"the config file holds a value of a wrong type: {error}")
+    if began is not None and (config.model, config.sources) != (began.model, began.sources):
+        what = "model" if config.model != began.model else "environments and algorithms"
+        fail(f"--resume: the run {config.name} has other {what}; --resume-from begins a new run from its checkpoint")
     return config, notes + [f"warning: {warning}" for warning in warnings]
 
 
@@ -626,6 +658,18 @@ def read_config_file(path: str) -> Config:
     except ValueError as error:
         fail(f"{path}: {error}")
     return config
+
+
+def _run_to_resume(args: Sequence[str]) -> Config | None:
+    """The configuration of the run that --resume continues, if it has begun."""
+    name, runs_dir = asked_for(args, "name"), asked_for(args, "runs-dir") or asked_for(args, "runs_dir") or Run.runs_dir
+    if "--resume" not in args or name is None:
+        return None
+    path = Path(runs_dir) / name / "config.json"
+    try:
+        return Config.from_dict(json.loads(path.read_text())) if path.exists() else None
+    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        fail(f"--resume: {path} is no configuration of this version: {type(error).__name__}: {error}")
 
 
 def asked_for(args: Sequence[str], name: str) -> str | None:

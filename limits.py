@@ -1,14 +1,16 @@
 """What keeps one episode from taking the time of all others.
 
 An episode has a time limit (`Clock`) that stands still while a model works. All episodes share one event loop, so a limit alone
-does not help against code that never awaits, such as `time.sleep` in a reward: the `Watchdog` interrupts that.
+does not help against code that never awaits, such as `time.sleep` in a reward: the `Watchdog` interrupts that. `Stop` ends the
+whole run when it is asked to.
 """
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -96,3 +98,42 @@ class Watchdog:
             raise TimeoutError(
                 f"--rollout-timeout {self.seconds:g}: for so many seconds it let nobody else run; await what takes long"
             )
+
+
+class Stop:
+    """SIGINT (Ctrl-C) and SIGTERM. The first lets the step that is running end; the second, or `grace` seconds, raises
+    KeyboardInterrupt where the run is."""
+
+    def __init__(self, grace: float, note: Callable[[str], None]) -> None:
+        self.grace, self.note = grace, note
+        self.asked: int | None = None  # the signal
+        self._held = self._late = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None:
+            self.end_now()
+        self.asked = number
+        self.note(f"stopping after this step, or in {self.grace:g} s without it (once more to stop at once)")
+        timer = threading.Timer(self.grace, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+    def end_now(self) -> None:
+        """Raise KeyboardInterrupt, now or at the end of what must not be interrupted."""
+        if not self._held:
+            raise KeyboardInterrupt
+        self._late = True
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What is inside happens whole."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            if self._late:
+                self._late = False
+                raise KeyboardInterrupt

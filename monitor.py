@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ SHOWN = {  # metric -> (label, format)
 PHASES = ("sample", "score", "train", "sync")
 
 
+RECORDS = ("metrics.jsonl", "rollouts.jsonl")
+
+
+def cut_records(run_dir: Path, sizes: dict[str, int]) -> None:
+    """Cut a run's records back to what they were at a checkpoint (bytes by name; absent: to nothing)."""
+    for name in RECORDS:
+        if (run_dir / name).exists():
+            os.truncate(run_dir / name, min(sizes.get(name, 0), (run_dir / name).stat().st_size))
+
+
 class Monitor:
     """Writes a run's records into run_dir and shows them on the console: a live panel in a terminal, plain lines elsewhere."""
 
@@ -37,8 +48,7 @@ class Monitor:
         self.run_dir, self.steps = run_dir, steps
         self.console = console or Console(highlight=False, soft_wrap=True)
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = open(run_dir / "metrics.jsonl", "a", errors="backslashreplace")
-        self._rollouts = open(run_dir / "rollouts.jsonl", "a", errors="backslashreplace")
+        self._metrics, self._rollouts = (open(run_dir / name, "a", errors="backslashreplace") for name in RECORDS)
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = defaultdict(float)
         self._latest: dict[str, float] = {}
@@ -60,6 +70,10 @@ class Monitor:
         if once is None or once not in self._warned:
             self._warned.add(once or "")
             self.console.print(f"warning: {text}", style="yellow", markup=False)
+
+    def sizes(self) -> dict[str, int]:
+        """How long the records are, in bytes by name: what `cut_records` takes."""
+        return {name: (self.run_dir / name).stat().st_size for name in RECORDS}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
