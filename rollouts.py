@@ -253,8 +253,8 @@ class Rollouts:
                             trace.reward = 0.0 if trace.reward is None else trace.reward
                 for trace in traces:
                     _plain_numbers(trace)
-                    last = trace.branches[-1].turns[-1] if trace.trainable and trace.truncated else None
-                    if last is not None and episode.stop_reason == "done":
+                    last = trace.last_turn if trace.trainable else None
+                    if last is not None and last.finish_reason == "length" and episode.stop_reason == "done":
                         full = last.completion_len < self.config.max_new_tokens
                         episode.stop_reason = "context" if full else "max_new_tokens"
                 if stream == TRAIN:
