@@ -1,5 +1,6 @@
 """The environments by name. A new one is one file beside this one and one line here."""
 
+from envs.alphabet_sort import AlphabetSort
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
 from envs.calculator import Calculator
@@ -8,6 +9,7 @@ from envs.reverse_text import ReverseText
 
 ENVS: dict[str, type[Env]] = {
     "reverse-text": ReverseText,
+    "alphabet-sort": AlphabetSort,
     "arithmetic": Arithmetic,
     "calculator": Calculator,
     "delegate": Delegate,
