@@ -5,6 +5,7 @@ from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
 from envs.calculator import Calculator
 from envs.delegate import Delegate
+from envs.demonstrations import Demonstrations
 from envs.reverse_text import ReverseText
 
 ENVS: dict[str, type[Env]] = {
@@ -13,6 +14,7 @@ ENVS: dict[str, type[Env]] = {
     "arithmetic": Arithmetic,
     "calculator": Calculator,
     "delegate": Delegate,
+    "demonstrations": Demonstrations,
 }
 
 __all__ = ["ENVS", "Agent", "Env"]
