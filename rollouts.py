@@ -244,7 +244,7 @@ class Rollouts:
                 agents = [
                     self._agent(stage, trace, (*key, number), stream, clock) for number, trace in enumerate(traces)
                 ]
-                async with clock.limit:
+                async with clock:
                     try:
                         await stage.env.play(group.task, *agents)
                     except Cut as cut:
@@ -261,9 +261,7 @@ class Rollouts:
                     await stage.algorithm.finalize_episode(episode)
             except Exception as error:
                 episode.error = f"{type(error).__name__}: {error}"
-                episode.stop_reason = "timeout" if isinstance(error, TimeoutError) else "error"
-                if isinstance(error, TimeoutError) and clock.limit.expired():
-                    episode.error += f"still running after --rollout-timeout {self.config.rollout_timeout:g} s"
+                episode.stop_reason = "timeout" if clock.over else "error"
                 self.monitor.warn(
                     f"{stage.name}: an episode failed\n{traceback.format_exc()}",
                     once=f"{stage.name} {type(error).__name__} {error}",

@@ -10,8 +10,8 @@ from envs.reverse_text import ReverseText
 
 ENVS: dict[str, type[Env]] = {
     "reverse-text": ReverseText,
-    "alphabet-sort": AlphabetSort,
     "arithmetic": Arithmetic,
+    "alphabet-sort": AlphabetSort,
     "calculator": Calculator,
     "delegate": Delegate,
     "demonstrations": Demonstrations,
