@@ -29,7 +29,8 @@ More than one agent: `agents = ("player0", "player1")`, and `play(self, task, pl
 reward of its own. All of them are the policy, until the environment says otherwise (`Env.player`): a field
 `player1: Player` makes `--env.player1.model.name` and `--env.player1.model.base-url` bind that one to a served model.
 
-Tools: `agent.say(..., tools=[tool.schema])` shows them, `await agent.answer_calls(reply, tool)` gives the messages to say next.
+Tools: `agent.say(..., tools=[tool.schema])` shows them, `await agent.answer_calls(reply, tool)` gives the messages to say next;
+several at once, if they await something.
 `agent.subagent()` begins a conversation of its own inside the same trace, `await agent.compact(...)` goes on from a summary.
 """
 
