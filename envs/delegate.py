@@ -12,10 +12,11 @@
 
 The home of branches, edges and the length penalty that tells helpers from the main agent (`--length-penalty
 linear-subagent`). Main agent and helpers are one model and one trace: all of them earn what the final answer earns, so a
-helper is blamed for a sum that its caller got wrong. Expect a model to learn first to ask at all, since a guess is seldom right.
+helper is blamed for a sum that its caller got wrong. Who never asks can guess: with the default options the commonest answer is right in 22 % of the
+held-out tasks, and `env/delegate/calls` tells whether the model asks.
 
 A model may ask by a line or by a call of the tool `ask`; lines are answered in a user message, calls in tool messages. The
-helpers of one reply work at once. `env/delegate/calls` counts what was asked, `env/delegate/malformed_calls` what made no sense.
+helpers of one reply work at once. `env/delegate/malformed_calls` counts what made no sense.
 """
 
 import random
