@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -31,7 +30,7 @@ from checkpoint import (
 from engines.hf import HFEngine
 from monitor import cut_records
 from policy import OptimizerConfig, Policy
-from tests.conftest import ROOT, save_model
+from tests.conftest import ROOT, run_train, save_model
 from tests.test_policy import make_policy, sample, train_step
 from traces import Branch, Segment, Turn
 
@@ -43,20 +42,10 @@ CONFIGS = {  # what a run must remember: scores and a generator of a pool and of
 
 
 def run(tmp_path, *flags, code=0):
-    """train.py in this process."""
-    arguments = ["--batch-size", 16, "--steps", 6, "--save-every", 3, "--runs-dir", tmp_path, *flags]
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    before, sys.argv = sys.argv, ["train.py", *map(str, arguments)]
-    if not str(flags[0]).startswith("-"):
-        sys.argv = ["train.py", str(flags[0]), *map(str, [*arguments[:8], *flags[1:]])]
-    try:
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    finally:
-        sys.argv = before
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
-            signal.signal(number, handler)
-    assert end.value.code == code
+    """train.py with six small steps."""
+    config = [flags[0]] if not str(flags[0]).startswith("-") else []
+    given = ["--batch-size", 16, "--steps", 6, "--save-every", 3, "--runs-dir", tmp_path]
+    assert run_train(*config, *given, *flags[len(config) :]) == code
     return tmp_path / flags[flags.index("--name") + 1]
 
 
