@@ -3,12 +3,14 @@
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
 from envs.calculator import Calculator
+from envs.gsm8k import GSM8K
 from envs.reverse_text import ReverseText
 
 ENVS: dict[str, type[Env]] = {
     "reverse-text": ReverseText,
     "arithmetic": Arithmetic,
     "calculator": Calculator,
+    "gsm8k": GSM8K,
 }
 
 __all__ = ["ENVS", "Agent", "Env"]
