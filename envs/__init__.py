@@ -3,6 +3,7 @@
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
 from envs.calculator import Calculator
+from envs.countdown import Countdown
 from envs.gsm8k import GSM8K
 from envs.reverse_text import ReverseText
 
@@ -11,6 +12,7 @@ ENVS: dict[str, type[Env]] = {
     "arithmetic": Arithmetic,
     "calculator": Calculator,
     "gsm8k": GSM8K,
+    "countdown": Countdown,
 }
 
 __all__ = ["ENVS", "Agent", "Env"]
