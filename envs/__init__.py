@@ -6,6 +6,7 @@ from envs.calculator import Calculator
 from envs.countdown import Countdown
 from envs.gsm8k import GSM8K
 from envs.reverse_text import ReverseText
+from envs.wordle import Wordle
 
 ENVS: dict[str, type[Env]] = {
     "reverse-text": ReverseText,
@@ -13,6 +14,7 @@ ENVS: dict[str, type[Env]] = {
     "calculator": Calculator,
     "gsm8k": GSM8K,
     "countdown": Countdown,
+    "wordle": Wordle,
 }
 
 __all__ = ["ENVS", "Agent", "Env"]
