@@ -5,6 +5,7 @@ from envs.base import Agent, Env
 from envs.calculator import Calculator
 from envs.countdown import Countdown
 from envs.gsm8k import GSM8K
+from envs.reasoning_gym import ReasoningGym
 from envs.reverse_text import ReverseText
 from envs.wordle import Wordle
 
@@ -13,6 +14,7 @@ ENVS: dict[str, type[Env]] = {
     "arithmetic": Arithmetic,
     "calculator": Calculator,
     "gsm8k": GSM8K,
+    "reasoning-gym": ReasoningGym,
     "countdown": Countdown,
     "wordle": Wordle,
 }

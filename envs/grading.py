@@ -73,9 +73,9 @@ class Pool:
                     self._idle.append(worker)
                 else:  # it died, or an exception ended the wait: what it says later belongs to nobody
                     _stop(worker)
-        if worker.returncode == -signal.SIGALRM:
-            raise TimeoutError(f"grading took longer than {seconds:g} seconds")
         if not answer.endswith(b"\n"):
+            if worker.returncode == -signal.SIGALRM:
+                raise TimeoutError(f"grading took longer than {seconds:g} seconds")
             raise RuntimeError(f"the grader's process died (exit code {worker.returncode})")
         answer = json.loads(answer)
         if "error" in answer:
@@ -92,36 +92,36 @@ WORKER_POOL = Pool()
 
 
 def _start() -> subprocess.Popen:
+    script = f"import sys; sys.path.insert(0, {ROOT!r}); from envs.grading import work; work()"
+    known = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-c",
-            f"import sys; sys.path.insert(0, {ROOT!r}); from envs.grading import work; work()",
-        ],
+        [sys.executable, "-P", "-c", script],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the run, which may want to finish its step
-        env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env=known | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
 
 
 def _stop(worker: subprocess.Popen) -> None:
-    worker.kill()
-    worker.wait()
     for pipe in (worker.stdin, worker.stdout):
         with contextlib.suppress(BrokenPipeError):
             pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that ends by itself leaves word why
+        worker.wait(1)
+    worker.kill()
+    worker.wait()
 
 
 def work() -> None:
     """A worker: read pickled (needs, seconds, function, args), answer by a line of JSON, until the pipe is closed."""
     import resource
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):  # what a library prints is no answer, and exit() closes sys.stdin
+        os.dup2(nothing, standard)
     logging.disable()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for limit, value in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
@@ -129,7 +129,7 @@ def work() -> None:
             resource.setrlimit(limit, (value, value))
     while True:
         try:
-            needs, seconds, function, args = pickle.load(sys.stdin.buffer)
+            needs, seconds, function, args = pickle.load(requests)
         except EOFError:
             return
         try:
