@@ -4,8 +4,8 @@
     assistant  50 * 3 - 25 - 7 = 118, so <answer>50 * 3 - 25 - 7</answer>
 
 The home of grpo where a long search pays: checking is easy and finding is not, so a model learns to try, look and try again.
-It takes an instruction-tuned model from one billion parameters on with --max-new-tokens 1024, and learns fastest with three
-numbers; smaller ones learn the format (`formatted`, `legal`) and stay there. The tiny models know nothing of it.
+It takes an instruction-tuned model of about a billion parameters or more, and --max-new-tokens 1024 to search in; begin with three
+numbers, and look whether `formatted` and `legal` are well above 0 at step 0. The tiny models know nothing of it.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Grade-school word problems (GSM8K, arXiv:2110.14168): the answer is a number, the way there is the model's own.
 
 The home of grpo and max_rl on a real model: graded answers, several tries a task, some of them right. It takes a model that
-already solves a part of the problems: an instruction-tuned one from half a billion parameters on, with --max-new-tokens 512 or
-more. SmolLM2-135M and the tiny models solve next to none, and nothing is learned from groups that are all wrong.
+already solves a part of the problems, which instruction-tuned ones from about half a billion parameters on are reported to do, with
+--max-new-tokens 512 or more. Nothing is learned from groups that are all wrong: look at the evaluation of step 0 first.
 
 The problems come from a file of yours (--env.path) or, where the package `datasets` is installed, from the Hugging Face hub.
 """

@@ -4,8 +4,8 @@
     python train.py --env reasoning-gym --env.task basic_arithmetic --env.config max_terms=3 max_digits=2 --model smollm2
 
 The home of task samplers and gates (a family's options make it easier or harder) and of grpo and max_rl on a real model. It takes an
-instruction-tuned model that writes an answer where it is asked to: with the tags, from half a billion parameters on. Look at
-`formatted` first: below 0.5 a run learns where to put the answer, and not how to find it.
+instruction-tuned model that writes an answer where it is asked to. Look at `formatted` first: where it is low, a run learns where to
+put the answer, and not how to find it; --env.answer last-line asks for less.
 
 Some of the package's scorers evaluate what the model wrote as Python. They run in a worker process that can write no file and has
 a limit of time and memory, which is less than a sandbox: mind what you train on a machine that matters.

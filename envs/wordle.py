@@ -7,8 +7,8 @@
                Guess 2 of 6.
 
 The home of algorithms that give credit over several turns, and of echo: what the environment answers follows from what was said.
-It takes an instruction-tuned model from one billion parameters on that spells (a tokenizer hides the letters of a word), with
-room for some twenty tokens a turn and for thinking. Watch `found`, `guesses` and `invalid_guesses`.
+It takes an instruction-tuned model that can spell (a tokenizer hides the letters of a word), about a billion parameters or more, with
+room for thinking in every turn. Watch `found`, `guesses` and `invalid_guesses`.
 
 Made-up words (consonant, vowel, consonant, vowel, consonant) are the default: no model knows the list, so what it finds it has
 worked out. A file of real words makes it the known game.
