@@ -4,9 +4,13 @@ from envs.alphabet_sort import AlphabetSort
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
 from envs.calculator import Calculator
+from envs.countdown import Countdown
 from envs.delegate import Delegate
 from envs.demonstrations import Demonstrations
+from envs.gsm8k import GSM8K
+from envs.reasoning_gym import ReasoningGym
 from envs.reverse_text import ReverseText
+from envs.wordle import Wordle
 
 ENVS: dict[str, type[Env]] = {
     "reverse-text": ReverseText,
@@ -15,6 +19,10 @@ ENVS: dict[str, type[Env]] = {
     "calculator": Calculator,
     "delegate": Delegate,
     "demonstrations": Demonstrations,
+    "gsm8k": GSM8K,
+    "reasoning-gym": ReasoningGym,
+    "countdown": Countdown,
+    "wordle": Wordle,
 }
 
 __all__ = ["ENVS", "Agent", "Env"]

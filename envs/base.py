@@ -24,6 +24,7 @@ several at once, if they await something.
 """
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import random
@@ -106,13 +107,22 @@ class Agent:
 
     sample(prompt_ids, turn, messages, tools) -> Completion is given by whoever plays the episode; a reply is parsed by the renderer, and
     the next prompt extends the sampled tokens verbatim where the renderer can (`bridge`). `messages` is the conversation so far.
+    `with agent.outside():` is for what an environment awaits beside the model (a process, a server), so that nobody waits for this
+    episode meanwhile.
     """
 
-    def __init__(self, trace: Trace, renderer: Any, sample: Callable[..., Awaitable[Any]] | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        renderer: Any,
+        sample: Callable[..., Awaitable[Any]] | None,
+        outside: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:
         self.trace = trace
         self.renderer = renderer
         self.messages = trace.messages
         self.call = ROOT
+        self.outside = outside
         self._sample = sample
         self._requests: Iterator[int] = itertools.count()  # shared with sub-agents, so that no two have the same number
         self._last: tuple[list[int], list[int]] | None = None  # prompt and completion of the turn before
@@ -215,7 +225,7 @@ class ScriptedAgent(Agent):
     """An agent that a function speaks for. It leaves messages and no tokens."""
 
     def __init__(self, trace: Trace, script: Script, rng: random.Random) -> None:
-        super().__init__(trace, None, None)
+        super().__init__(trace, renderer=None, sample=None)  # a function needs neither
         self.script, self.rng = script, rng
 
     async def say(self, *messages: Message, tools: list[dict] | None = None) -> Message:
