@@ -295,7 +295,7 @@ class Rollouts:
                     completion = await served.complete(prompt_ids, sampling, messages, tools)
                     return replace(completion, version=-1)
 
-        return Agent(trace, self.renderer, sample)
+        return Agent(trace, self.renderer, sample, self.engine.outside)
 
     async def _finish(self, group: Group, step: int) -> None:
         """Score a complete group, let sampler and gates see it, and queue what can be trained on."""

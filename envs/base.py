@@ -22,6 +22,7 @@ Tools: `agent.say(..., tools=[tool.schema])` shows them, `await agent.answer_cal
 `agent.subagent()` begins a conversation of its own inside the same trace, `await agent.compact(...)` goes on from a summary.
 """
 
+import contextlib
 import inspect
 import itertools
 import random
@@ -93,13 +94,22 @@ class Agent:
 
     sample(prompt_ids, turn, messages, tools) -> Completion is given by whoever plays the episode; a reply is parsed by the renderer, and
     the next prompt extends the sampled tokens verbatim where the renderer can (`bridge`). `messages` is the conversation so far.
+    `with agent.outside():` is for what an environment awaits beside the model (a process, a server), so that nobody waits for this
+    episode meanwhile.
     """
 
-    def __init__(self, trace: Trace, renderer: Any, sample: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        renderer: Any,
+        sample: Callable[..., Awaitable[Any]],
+        outside: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:
         self.trace = trace
         self.renderer = renderer
         self.messages = trace.messages
         self.call = ROOT
+        self.outside = outside
         self._sample = sample
         self._requests: Iterator[int] = itertools.count()  # shared with sub-agents, so that no two have the same number
         self._last: tuple[list[int], list[int]] | None = None  # prompt and completion of the turn before
