@@ -4,11 +4,13 @@ from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
 from envs.calculator import Calculator
 from envs.reverse_text import ReverseText
+from envs.terminal import Terminal
 
 ENVS: dict[str, type[Env]] = {
     "reverse-text": ReverseText,
     "arithmetic": Arithmetic,
     "calculator": Calculator,
+    "terminal": Terminal,
 }
 
 __all__ = ["ENVS", "Agent", "Env"]
