@@ -5,7 +5,7 @@
 The file system of an episode is a `Tree` in this process and lies nowhere else. `run_command` unpacks it into a fresh tmpfs, runs the command
 on it and packs what the command left. So there is nothing to clean up after an episode, a command that ruins its sandbox ruins one
 command, and whoever grades looks at paths and bytes in a dict: there is no link to follow. Kept are files, folders, symbolic links and
-permissions; not times (all are 1970: no clock in a listing), and a hard link becomes a file of its own. Nothing of a shell is kept:
+permissions; not times (all become one moment of 2001, so that a listing is the same at every run), and a hard link becomes a file of its own. Nothing of a shell is kept:
 each command starts in home, with the same variables.
 
 Two sandboxes, because tar must not share one with the command: all that the command started is gone before tar looks, and nothing of
@@ -278,7 +278,7 @@ def _pack(tree: Tree) -> bytes:
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for path, entry in sorted(tree.items()):  # a folder before what is in it, and `find` tells the same each time
             member = tarfile.TarInfo(path)
-            member.type, member.mode = TYPES[entry.kind], entry.mode
+            member.type, member.mode, member.mtime = TYPES[entry.kind], entry.mode, 10**9
             if entry.kind == "link":
                 member.linkname = os.fsdecode(entry.content)
             else:

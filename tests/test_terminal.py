@@ -5,23 +5,30 @@ import itertools
 import json
 import os
 import re
+import runpy
 import socket
 import time
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from algos import ALGORITHMS
 from algos.echo import EchoConfig
+from algos.token_filter import keep_masks, load_filter
+from config import Config, Source
 from engines.base import Completion
 from envs import sandbox
 from envs.base import Agent
 from envs.sandbox import Entry, Limits, tree_of
 from envs.terminal import KINDS, WORDS, Terminal, answer_of, drop_warnings, is_done, told_lines
 from make_tiny import EOS, make_tokenizer, text_ids
+from monitor import Monitor
 from renderers import make_renderer
+from rollouts import Rollouts
 from tests.conftest import ROOT
 from tests.renderer_data import byte_tokenizer
+from tests.test_rollouts import Fake
 from traces import Branch, Episode, Task, Trace
 
 try:
@@ -306,7 +313,7 @@ def test_what_stays(nothing_changes):
     setup = "mkdir -p a/b; echo hi > a/b/c; chmod 000 a/b/c; chmod 100 a; ln -s a/b/c l; ln -s /nowhere m; mkfifo p; ln l h; echo t > /tmp/t; cd a; X=1"
     names = r"touch -- $'new\nline' $'\xff' '-rf' ' ' 'ü' status output; mkdir .hidden; chmod 4755 .hidden"
     first, second, third = run(
-        setup, names, "pwd; echo [$X]; stat -c '%A %n' a l m p /tmp/t; ls -a; readlink l; date -r l +%Y 2>&1"
+        setup, names, "pwd; echo [$X]; stat -c '%A %n' a l m p /tmp/t; ls -a; readlink l; date -r /tmp/t +%F"
     )
     assert (first.exit_code, second.exit_code, third.undone) == (0, 0, False)
     tree = third.tree
@@ -322,7 +329,7 @@ def test_what_stays(nothing_changes):
         "home/output",
         "tmp/t",
     } <= tree.keys()
-    assert third.output.startswith(b"/home/user\n[]\nd--x------ a\n")
+    assert third.output.startswith(b"/home/user\n[]\nd--x------ a\n") and third.output.endswith(b"\n2001-09-09\n")
 
 
 def test_binary_output(nothing_changes):
@@ -541,6 +548,13 @@ def test_several_calls_in_a_turn_follow_one_another():
     assert [message["content"] for message in trace.messages[2:4]] == ["[no output]", "1"]
 
 
+def test_the_preset_is_one():
+    config = runpy.run_path(str(ROOT / "configs" / "echo_terminal_qwen3.py"))["config"]
+    (source,) = config.sources
+    assert load_filter(source.algo.filter) is drop_warnings and isinstance(source.env, Terminal)
+    assert make_renderer("qwen3", make_tokenizer(), "qwen3", **config.renderer_args)
+
+
 # Warnings, and echo's filter
 
 
@@ -642,6 +656,20 @@ def test_the_filter_takes_the_lines_that_it_names_and_nothing_else(merged):
         assert dropped.decode() == "".join(lines)
 
 
+@needs_sandbox
+def test_a_batch_of_episodes_learns_what_the_shell_said_and_no_warning(tmp_path):
+    algo = EchoConfig(filter="envs.terminal.drop_warnings")
+    source = Source(env=Terminal(warnings=1.0), algo=algo, group_size=2)
+    config = Config(sources=[source], batch_size=4, seq_len=4096).resolved()
+    engine = Fake([[*text_ids(call_of("echo hi; echo ho")), EOS]] * 4)
+    monitor = Monitor(tmp_path / "run", 10, Console(file=open(os.devnull, "w")))
+    branches, metrics = asyncio.run(Rollouts(config, engine, RENDERER, monitor).collect(1))
+    assert metrics["env/terminal/calls"] == 1.0 and metrics["rollouts/errored"] == 0.0 and len(branches) == 4
+    for branch in branches:
+        assert "warning: " in RENDERER.decode(branch.token_ids)
+        assert RENDERER.decode(branch.token_ids[branch.ce_weights > 0]) == "hi\nho"
+
+
 BYTES = {}
 
 
@@ -668,8 +696,6 @@ def test_the_filter_s_patterns_and_masks():
 
 
 def test_a_filter_that_asks_for_no_renderer_gets_none():
-    from algos.token_filter import keep_masks
-
     def mine(trace, *, word):
         return [np.ones(len(branch)) for branch in trace.training_branches()]
 
