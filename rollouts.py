@@ -303,7 +303,7 @@ class Rollouts:
         """Who speaks in an episode: a function, a served model, or the policy."""
         player = stage.env.player(trace.agent)
         if callable(player):
-            return ScriptedAgent(trace, player, random.Random(seed_of(key)))
+            return ScriptedAgent(trace, player, random.Random(seed_of(key)), self.engine.outside)
         served = self.connect(player) if player is not None else stage.algorithm.sampler if stream == TRAIN else None
         heads = self.sampling.top_logprobs if stream == TRAIN and trace.trainable else 0
 

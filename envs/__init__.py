@@ -10,6 +10,7 @@ from envs.demonstrations import Demonstrations
 from envs.gsm8k import GSM8K
 from envs.reasoning_gym import ReasoningGym
 from envs.reverse_text import ReverseText
+from envs.terminal import Terminal
 from envs.wordle import Wordle
 
 ENVS: dict[str, type[Env]] = {
@@ -23,6 +24,7 @@ ENVS: dict[str, type[Env]] = {
     "reasoning-gym": ReasoningGym,
     "countdown": Countdown,
     "wordle": Wordle,
+    "terminal": Terminal,
 }
 
 __all__ = ["ENVS", "Agent", "Env"]

@@ -224,8 +224,8 @@ class Agent:
 class ScriptedAgent(Agent):
     """An agent that a function speaks for. It leaves messages and no tokens."""
 
-    def __init__(self, trace: Trace, script: Script, rng: random.Random) -> None:
-        super().__init__(trace, renderer=None, sample=None)  # a function needs neither
+    def __init__(self, trace: Trace, script: Script, rng: random.Random, *outside: Any) -> None:
+        super().__init__(trace, None, None, *outside)
         self.script, self.rng = script, rng
 
     async def say(self, *messages: Message, tools: list[dict] | None = None) -> Message:
