@@ -95,7 +95,7 @@ class Agent:
     the next prompt extends the sampled tokens verbatim where the renderer can (`bridge`). `messages` is the conversation so far.
     """
 
-    def __init__(self, trace: Trace, renderer: Any, sample: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, trace: Trace, renderer: Any, sample: Callable[..., Awaitable[Any]] | None) -> None:
         self.trace = trace
         self.renderer = renderer
         self.messages = trace.messages
@@ -188,7 +188,7 @@ class ScriptedAgent(Agent):
     """An agent that a function speaks for. It leaves messages and no tokens."""
 
     def __init__(self, trace: Trace, script: Script, rng: random.Random) -> None:
-        super().__init__(trace, None, self._sample)
+        super().__init__(trace, renderer=None, sample=None)  # a function needs neither
         self.script, self.rng = script, rng
 
     async def say(self, *messages: Message, tools: list[dict] | None = None) -> Message:
