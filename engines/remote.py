@@ -60,13 +60,22 @@ class RemoteEngine(Engine):
             for url in (part.strip().rstrip("/") for part in model.base_url.split(","))
         ]
         self._free = asyncio.Semaphore(model.max_concurrent)
+        # The model is frozen: who asks for the same tokens while they are scored shares the answer (games have few endings).
+        self._scoring: dict[tuple[int, ...], asyncio.Task[np.ndarray]] = {}
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
         """Log-probability of each token given those before it, [T] float32; NaN at position 0. Raises ValueError for a
         temperature other than 1, and where the server's answer is not one log-prob for each other token."""
         if temperature != 1:
             raise ValueError(f"{self.model.name} is served: it scores at temperature 1, not {temperature:g}")
-        ids = list(token_ids)
+        key = tuple(token_ids)
+        if key not in self._scoring:
+            # A task of its own: if the episode that asked first is given up, the others still get their answer.
+            self._scoring[key] = asyncio.create_task(self._score(list(key)))
+            self._scoring[key].add_done_callback(lambda _: self._scoring.pop(key))
+        return await asyncio.shield(self._scoring[key])
+
+    async def _score(self, ids: list[int]) -> np.ndarray:
         answer = await self._ask(
             lambda client: client.completions.create(
                 model=self.model.name, prompt=ids, max_tokens=1, temperature=0, extra_body={"prompt_logprobs": 0}
