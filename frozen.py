@@ -21,9 +21,9 @@ class FrozenModel:
     api_key_env: str = "OPENAI_API_KEY"
     """environment variable that holds the API key"""
     timeout: float = 300.0
-    """seconds for a request, with its retries"""
+    """seconds for a request, with its retries; a try without an answer is given up after half of them"""
     retries: int = 5
-    """tries again after a refusal (429), a server error or a broken connection"""
+    """tries again after a refusal (429), a server error, a broken connection or no answer"""
     max_concurrent: int = 64
     """requests at once"""
 

@@ -252,7 +252,7 @@ class Rollouts:
                 agents = [
                     self._agent(stage, trace, (*key, number), stream, clock) for number, trace in enumerate(traces)
                 ]
-                async with clock.limit:
+                async with clock:
                     try:
                         await stage.env.play(group.task, *agents)
                     except Cut as cut:
@@ -261,17 +261,15 @@ class Rollouts:
                             trace.reward = 0.0 if trace.reward is None else trace.reward
                 for trace in traces:
                     _plain_numbers(trace)
-                    last = trace.branches[-1].turns[-1] if trace.trainable and trace.truncated else None
-                    if last is not None and episode.stop_reason == "done":
+                    last = trace.last_turn if trace.trainable else None
+                    if last is not None and last.finish_reason == "length" and episode.stop_reason == "done":
                         full = last.completion_len < self.config.max_new_tokens
                         episode.stop_reason = "context" if full else "max_new_tokens"
                 if stream == TRAIN:
                     await stage.algorithm.finalize_episode(episode)
             except Exception as error:
                 episode.error = f"{type(error).__name__}: {error}"
-                episode.stop_reason = "timeout" if isinstance(error, TimeoutError) else "error"
-                if isinstance(error, TimeoutError) and clock.limit.expired():
-                    episode.error += f"still running after --rollout-timeout {self.config.rollout_timeout:g} s"
+                episode.stop_reason = "timeout" if clock.over else "error"
                 self.monitor.warn(
                     f"{stage.name}: an episode failed\n{traceback.format_exc()}",
                     once=f"{stage.name} {type(error).__name__} {error}",

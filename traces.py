@@ -129,7 +129,7 @@ class Trace:
 
     `reward` is None until the environment sets it. A trace that is not trainable (a frozen or scripted opponent) is
     recorded and never trained. `calls` holds the messages of conversations beside the first: a sub-agent's, or what
-    follows a compaction; `edges` tells how they are related.
+    follows a compaction; `edges` tells how they are related. last_turn: the request that was answered last, in whichever branch.
     """
 
     agent: str = "agent"
@@ -141,6 +141,7 @@ class Trace:
     branches: list[Branch] = field(default_factory=list)
     calls: dict[str, list[Message]] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
+    last_turn: Turn | None = None
 
     def add_turn(
         self,
@@ -183,7 +184,8 @@ class Trace:
             observed, False, np.full(len(observed), np.nan), roles[cut:], is_content[len(is_content) - len(observed) :]
         )
         branch.append(completion, True, logprobs, ["assistant"] * len(completion), [True] * len(completion))
-        branch.turns.append(Turn(len(prompt), len(completion), version, finish_reason))
+        self.last_turn = Turn(len(prompt), len(completion), version, finish_reason)
+        branch.turns.append(self.last_turn)
         if topk is None and branch.topk_ids is not None:
             topk = branch.topk_ids[:0], branch.topk_logprobs[:0]
         if topk is not None:

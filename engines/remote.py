@@ -8,9 +8,10 @@
 
 `preflight` finds out which of these a server can do, before anything heavy is loaded; what is wrong then is one line that
 names the option, the address and what to do. During the run a request is retried with growing pauses after a refusal (429),
-a server error or a broken connection, on the next server where there are several, until its time is over. Then it raises,
-which ends the episode that asked and no other. An answer that is not what was asked for raises at once: a log-prob that is
-missing is never taken for 0.
+a server error, a broken connection, or half of its time without an answer, on the next server where there are several,
+until its tries or its time are over. Then it raises, which ends the episode that asked and no other. A server that failed
+rests, and one request finds out whether it is back. An answer that is not what was asked for raises at once: a log-prob
+that is missing is never taken for 0.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,9 +27,9 @@ import openai
 
 from engines.base import Completion, Engine, Sampling
 
-PREFLIGHT_SECONDS = (
-    25.0  # for all questions together; whoever waits at a console learns within half a minute what is wrong
-)
+# For all questions to a server, and all servers are asked at once: whoever waits at a console learns within half a minute
+# what is wrong.
+PREFLIGHT_SECONDS = 25.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0  # seconds between two tries; each doubles the one before
 PROBE = "Grüße, 世界! 3 + 4 = 7.\n\n\tdef f(x):  return x"
 
@@ -48,6 +49,7 @@ class RemoteEngine(Engine):
 
     def __init__(self, model: Any, option: str, renderer: Any, max_context: int) -> None:
         super().__init__(max_context)
+        self.seq_len = max_context  # what the run asks for; a server may have less
         self.model, self.option, self.renderer = model, option, renderer
         self.speaks_tokens = True  # else it is asked by messages
         key = os.environ.get(model.api_key_env, "").strip() or "none"
@@ -55,8 +57,8 @@ class RemoteEngine(Engine):
             raise ValueError(
                 f"--{option}.api-key-env {model.api_key_env}: its value can not be a key, no header can carry it"
             )
-        self._servers = [
-            Server(openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=model.timeout), url)
+        self._servers = [  # without a timeout of the client's: `within` counts better, and the preflight has its own
+            Server(openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=None), url)
             for url in (part.strip().rstrip("/") for part in model.base_url.split(","))
         ]
         self._free = asyncio.Semaphore(model.max_concurrent)
@@ -77,7 +79,7 @@ class RemoteEngine(Engine):
 
     async def _score(self, ids: list[int]) -> np.ndarray:
         answer = await self._ask(
-            lambda client: client.completions.create(
+            lambda server: server.client.completions.create(
                 model=self.model.name, prompt=ids, max_tokens=1, temperature=0, extra_body={"prompt_logprobs": 0}
             )
         )
@@ -87,20 +89,20 @@ class RemoteEngine(Engine):
         """Sample one completion by token ids. Its log-probs are NaN: what is learnt from a frozen model needs none."""
         ids = list(prompt_ids)
         if not 0 < len(ids) < self.max_context:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens does not fit the context of {self.max_context} that {self.model.name} has"
-            )
+            if self.max_context < self.seq_len:
+                limit = f"the context of {self.max_context} that {self.model.name} is served with: raise its server's --max-model-len"
+            else:
+                limit = f"--seq-len {self.seq_len}: raise it"
+            raise ValueError(f"a prompt of {len(ids)} tokens does not fit {limit}, or shorten the prompt")
         answer = await self._ask(
-            lambda client: client.completions.create(
+            lambda server: server.client.completions.create(
                 model=self.model.name,
                 prompt=ids,
                 max_tokens=min(sampling.max_new_tokens, self.max_context - len(ids)),
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 extra_body={
-                    "top_k": sampling.top_k,
-                    "min_p": 0.0,
-                    "repetition_penalty": 1.0,
+                    **_beyond_openai(sampling.top_k),
                     "stop_token_ids": list(sampling.stop_token_ids),
                     "ignore_eos": True,
                     "return_token_ids": True,
@@ -111,7 +113,7 @@ class RemoteEngine(Engine):
         token_ids = (choice.model_extra or {}).get("token_ids")
         if not token_ids or not all(isinstance(id_, int) for id_ in token_ids):
             raise ValueError(f"{self.model.name} answered without token ids")
-        return Completion(token_ids, [math.nan] * len(token_ids), _finish_reason(choice), -1)
+        return Completion(token_ids, [math.nan] * len(token_ids), self._finish_reason(choice), -1)
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, messages: Sequence[Message], tools: list[dict] | None
@@ -126,21 +128,22 @@ class RemoteEngine(Engine):
     async def chat(
         self, messages: Sequence[Message], sampling: Sampling, tools: list[dict] | None = None
     ) -> tuple[Message, str]:
-        """(the reply as an assistant message, finish reason). Raises ValueError for a reply that was cut inside a character
-        or inside its reasoning: its tokens could not be told."""
+        """(the reply as an assistant message, finish reason). Raises ValueError for a reply that a filter withheld, and for one
+        that was cut inside a character or inside its reasoning: its tokens could not be told."""
         options = {"tools": tools} if tools else {}
         answer = await self._ask(
-            lambda client: client.chat.completions.create(
+            lambda server: server.client.chat.completions.create(
                 model=self.model.name,
                 messages=list(messages),
                 max_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
+                extra_body=_beyond_openai(sampling.top_k) if server.takes_more else None,
                 **options,
             )
         )
         choice = self._choice(answer)
-        said, finish_reason = choice.message, _finish_reason(choice)
+        said, finish_reason = choice.message, self._finish_reason(choice)
         extra = said.model_extra or {}
         reasoning = extra.get("reasoning_content") or extra.get("reasoning")
         reply: Message = {"role": "assistant", "content": said.content or ""}
@@ -157,25 +160,28 @@ class RemoteEngine(Engine):
     async def preflight(self, needs: str, seq_len: int) -> str:
         """Find out what the servers can do, for `needs` "score" or "sample"; return it in words.
 
-        Raises ValueError with one line that names option, address and remedy: no answer, another model, another tokenizer, no
-        or wrong log-probs for a probe of seq_len tokens.
+        Raises ValueError with one line that names option, address and remedy, of the first server with a fault: no answer,
+        another model, another tokenizer, no or wrong log-probs for a probe of seq_len tokens.
         """
-        lengths, words = [], ""
-        for server in self._servers:
-            try:
-                async with asyncio.timeout(PREFLIGHT_SECONDS):
-                    words, length = await self._preflight_one(server, needs, seq_len)
-            except TimeoutError:
-                raise self._error(
-                    "base-url", server.url, f"no answer in {PREFLIGHT_SECONDS:g} s; is it still loading its model?"
-                ) from None
-            except (AttributeError, LookupError, TypeError) as error:  # what an answer of another shape ends in
-                raise self._error(
-                    "base-url", server.url, f"its answers make no sense ({error}); is that an OpenAI-compatible server?"
-                ) from None
-            lengths += [length] if length else []
+        found = await asyncio.gather(
+            *[self._preflight_in_time(server, needs, seq_len) for server in self._servers], return_exceptions=True
+        )
+        for answer in found:
+            if isinstance(answer, BaseException):
+                raise answer
+        lengths = [length for length, _ in found if length]
         # A server samples one token after what it scores.
         self.max_context = min([self.max_context, *(length - 1 if needs == "score" else length for length in lengths)])
+        where = f"{self.model.name} at {', '.join(server.url for server in self._servers)}"
+        if needs == "score":
+            return f"{where} scores token ids"
+        self.speaks_tokens = all(speaks for _, speaks in found)
+        if self.speaks_tokens:
+            return f"{where} samples by token ids"
+        words = f"{where} samples by messages, and each reply is rendered once"
+        strict = [server.url for server in self._servers if not server.takes_more]
+        if strict:
+            words += f"; {', '.join(strict)} takes no top_k, min_p or repetition_penalty: what it holds for these by itself applies"
         return words
 
     async def disconnect(self) -> None:
@@ -183,8 +189,21 @@ class RemoteEngine(Engine):
         for server in self._servers:
             await server.client.close()
 
-    async def _preflight_one(self, server: "Server", needs: str, seq_len: int) -> tuple[str, int | None]:
-        """(what the server will be used for, its context in tokens or None)."""
+    async def _preflight_in_time(self, server: "Server", needs: str, seq_len: int) -> tuple[int | None, bool]:
+        try:
+            async with asyncio.timeout(PREFLIGHT_SECONDS):
+                return await self._preflight_one(server, needs, seq_len)
+        except TimeoutError:
+            raise self._error(
+                "base-url", server.url, f"no answer in {PREFLIGHT_SECONDS:g} s; is it still loading its model?"
+            ) from None
+        except (AttributeError, LookupError, TypeError) as error:  # what an answer of another shape ends in
+            raise self._error(
+                "base-url", server.url, f"its answers make no sense ({error}); is that an OpenAI-compatible server?"
+            ) from None
+
+    async def _preflight_one(self, server: "Server", needs: str, seq_len: int) -> tuple[int | None, bool]:
+        """(the server's context in tokens or None, whether it can be asked by token ids)."""
         listed = await self._models(server)
         served = {model.id: getattr(model, "max_model_len", None) for model in listed}
         if self.model.name not in served:
@@ -212,10 +231,11 @@ class RemoteEngine(Engine):
                     f"its tokenizer at {server.url} is not the policy's ({difference}); choose a model of the same family",
                 )
             await self._probe_scores(server, seq_len)
-            return f"{self.model.name} at {server.url} scores token ids", length
-        self.speaks_tokens = self.speaks_tokens and difference == "" and await self._gives_token_ids(server)
-        how = "by token ids" if self.speaks_tokens else "by messages, and each reply is rendered once"
-        return f"{self.model.name} at {server.url} samples {how}", length
+            return length, True
+        speaks_tokens = difference == "" and await self._gives_token_ids(server)
+        if not speaks_tokens:
+            server.takes_more = await self._takes_more(server)
+        return length, speaks_tokens
 
     async def _models(self, server: "Server") -> list[Any]:
         """The models that a server lists, at its address or below /v1."""
@@ -228,7 +248,7 @@ class RemoteEngine(Engine):
                 if not isinstance(listed, list):
                     raise ValueError("no list of models")
             except (openai.AuthenticationError, openai.PermissionDeniedError):
-                raise self._error("base-url", url, f"it refuses the API key: set {self.model.api_key_env}") from None
+                raise self._error("base-url", url, self._wrong_key()) from None
             except (openai.OpenAIError, ValueError, AttributeError, TypeError) as found:
                 error = found
                 continue
@@ -244,7 +264,7 @@ class RemoteEngine(Engine):
 
     async def _tokenizer_difference(self, server: "Server") -> str | None:
         """Where the server's tokenizer gives other ids than ours for a text with all that a format has; "" where it gives the
-        same, None where it does not say."""
+        same, None where it has no /tokenize or one of another kind. Raises ValueError where it fails to answer."""
         tokenizer = self.renderer.tokenizer
         conversation = [{"role": "user", "content": PROBE}]
         text = PROBE + tokenizer.decode(self.renderer.render_ids(conversation, add_generation_prompt=True))
@@ -252,7 +272,10 @@ class RemoteEngine(Engine):
         body = {"model": self.model.name, "prompt": text, "add_special_tokens": False}
         try:
             theirs = (await root.post("/tokenize", body=body, cast_to=object))["tokens"]
-        except (openai.OpenAIError, ValueError, KeyError, TypeError):
+        except openai.OpenAIError as error:
+            self._require_service(server, "/tokenize", error)
+            return None
+        except (ValueError, KeyError, TypeError):
             return None
         ours = tokenizer.encode(text, add_special_tokens=False)
         if theirs == ours:
@@ -272,6 +295,7 @@ class RemoteEngine(Engine):
             )
             self._read_scores(answer, ids)
         except openai.OpenAIError as error:
+            self._require_service(server, f"a request to score {seq_len} tokens", error)
             raise self._error(
                 "base-url",
                 server.url,
@@ -287,55 +311,120 @@ class RemoteEngine(Engine):
                 model=self.model.name, prompt=ids, max_tokens=1, extra_body={"return_token_ids": True}
             )
             return bool((self._choice(answer).model_extra or {}).get("token_ids"))
-        except (openai.OpenAIError, ValueError):
+        except openai.OpenAIError as error:
+            self._require_service(server, "a request by token ids", error)
             return False
+        except ValueError:
+            return False
+
+    async def _takes_more(self, server: "Server") -> bool:
+        """Whether a chat may carry fields that OpenAI's own servers refuse. Raises ValueError where there is no chat at all."""
+        message: Any = {"role": "user", "content": "?"}
+        for takes_more in (True, False):
+            try:
+                answer = await server.client.chat.completions.create(
+                    model=self.model.name,
+                    messages=[message],
+                    max_tokens=16,
+                    extra_body=_beyond_openai(-1) if takes_more else None,
+                )
+                self._choice(answer)
+                return takes_more
+            except (openai.OpenAIError, ValueError) as error:
+                self._require_service(server, "a chat", error)
+                why = _short(error)
+        raise self._error("base-url", server.url, f"it can not be asked by messages: {why}")
+
+    def _require_service(self, server: "Server", what: str, error: Exception) -> None:
+        """Raise ValueError unless an error is the answer of a server that does not offer what it was asked for: one that
+        refuses the key or fails says nothing about that."""
+        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+            raise self._error(
+                "base-url", server.url, f"{self._wrong_key()} (it answered {error.status_code} to {what})"
+            )
+        if isinstance(error, openai.APIConnectionError):
+            raise self._error("base-url", server.url, f"the connection broke at {what}: {_short(error)}")
+        status = getattr(error, "status_code", 0)
+        if status == 429 or (status >= 500 and status != 501):
+            raise self._error(
+                "base-url", server.url, f"it failed or is overloaded: it answered {status} to {what}; look at its log"
+            )
+
+    def _wrong_key(self) -> str:
+        return f"it refuses the API key: set {self.model.api_key_env}, or name another variable by --{self.option}.api-key-env"
 
     def _error(self, field: str, value: str, what: str) -> ValueError:
         return ValueError(f"--{self.option}.{field} {value}: {what}")
 
-    async def _ask(self, request: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:
-        """Send a request to the least busy server that rests from no failure. Raises RuntimeError when its time is over or it is refused."""
+    async def _ask(self, request: Callable[["Server"], Coroutine[Any, Any, T]]) -> T:
+        """Send a request, again where that may help. Raises RuntimeError when its tries or its time are over, or it is refused."""
         async with self._free:
-            try:
-                async with asyncio.timeout(self.model.timeout):
-                    return await self._try(request)
-            except TimeoutError:
-                raise RuntimeError(
-                    f"{self.model.name}: no answer in {self.model.timeout:g} s (--{self.option}.timeout)"
-                ) from None
+            return await self._try(request)
 
-    async def _try(self, request: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:
+    async def _try(self, request: Callable[["Server"], Coroutine[Any, Any, T]]) -> T:
+        time, left = asyncio.get_running_loop().time, self.model.timeout
+        # A try that hangs is given up after half of the time, and the other half is for the next server, or for this one again.
+        longest = left / 2 if self.model.retries else left
         for attempt in range(self.model.retries + 1):
-            now = asyncio.get_running_loop().time()
-            server = min(self._servers, key=lambda server: (max(now, server.rests_until), server.busy))
+            server, started, allowed = self._choose(longest), time(), min(longest, left)
             server.busy += 1
             try:
-                answer = await request(server.client)
-            except (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError) as error:
-                server.rests_until = now + LONGEST_PAUSE
-                if attempt == self.model.retries:
-                    raise RuntimeError(
-                        f"{self.model.name} at {server.url}, after {attempt + 1} tries: {_short(error)}"
-                    ) from error
+                answer = await within(allowed, request(server))
+            except (
+                TimeoutError,
+                openai.APIConnectionError,
+                openai.RateLimitError,
+                openai.InternalServerError,
+            ) as found:
+                error: Exception = found
+                server.failed_at = time()
+                server.rests_until = server.failed_at + LONGEST_PAUSE
             except (openai.AuthenticationError, openai.PermissionDeniedError):
-                raise RuntimeError(
-                    f"{self.model.name} at {server.url} refuses the API key: set {self.model.api_key_env}"
-                ) from None
+                raise RuntimeError(f"{self.model.name} at {server.url}: {self._wrong_key()}") from None
             except (openai.OpenAIError, json.JSONDecodeError) as error:
                 raise RuntimeError(f"{self.model.name} at {server.url}: {_short(error)}") from error
             else:
+                if server.failed_at is not None and server.failed_at <= started:
+                    server.failed_at, server.rests_until = None, 0.0
                 return answer
             finally:
                 server.busy -= 1
             # Half of the pause is chance, so that those who failed together do not come back together.
-            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * (0.5 + JITTER.random() / 2))
-        raise AssertionError("the last attempt returns or raises")
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * (0.5 + JITTER.random() / 2)
+            left -= min(time() - started, allowed) + pause
+            if left <= 0 or attempt == self.model.retries:
+                break
+            await asyncio.sleep(pause)
+        if isinstance(error, TimeoutError):
+            why = f"no answer in {self.model.timeout:g} s (--{self.option}.timeout)"
+        else:
+            why = _short(error)
+        raise RuntimeError(f"{self.model.name} at {server.url}, after {attempt + 1} tries: {why}") from error
+
+    def _choose(self, longest: float) -> "Server":
+        """The least busy server that rests from no failure; where all rest, the one whose rest ends first. One that failed
+        is asked by a single request, and gets more when it has answered that. longest: a try's time in seconds."""
+        now = asyncio.get_running_loop().time()
+        server = min(self._servers, key=lambda server: (max(now, server.rests_until), server.busy))
+        if server.failed_at is not None:
+            server.rests_until = now + longest
+        return server
 
     def _choice(self, answer: Any) -> Any:
         choices = getattr(answer, "choices", None)
         if not isinstance(choices, list) or not choices:
             raise ValueError(f"{self.model.name} answered without a choice")
         return choices[0]
+
+    def _finish_reason(self, choice: Any) -> str:
+        """ "stop" or "length". Raises ValueError for any other end: the server broke off what nobody may learn as an answer."""
+        if choice.finish_reason == "length":
+            return "length"
+        if choice.finish_reason in ("stop", "tool_calls", "function_call"):
+            return "stop"
+        raise ValueError(
+            f'{self.model.name} gave no finished answer: its server broke off with finish_reason "{choice.finish_reason}"'
+        )
 
     def _read_scores(self, answer: Any, ids: list[int]) -> np.ndarray:
         """Log-probs [T] out of `prompt_logprobs`: a null for the first token, and for each other one an entry under its id."""
@@ -360,15 +449,44 @@ class RemoteEngine(Engine):
 
 
 class Server:
-    """One address of a model: its client, how many requests it has, and until when others are asked instead, because one
-    failed (in the event loop's seconds)."""
+    """One address of a model: its client, how many requests it has, when it failed if it did not answer since, and until when
+    others are asked instead (both in the event loop's seconds). takes_more: it knows sampling fields that OpenAI's own
+    servers refuse."""
 
     def __init__(self, client: openai.AsyncOpenAI, url: str) -> None:
-        self.client, self.url, self.busy, self.rests_until = client, url, 0, 0.0
+        self.client, self.url, self.busy, self.takes_more = client, url, 0, True
+        self.failed_at: float | None = None
+        self.rests_until = 0.0
 
 
-def _finish_reason(choice: Any) -> str:
-    return "length" if choice.finish_reason == "length" else "stop"
+async def within(seconds: float, request: Coroutine[Any, Any, T]) -> T:
+    """A request's answer. Raises TimeoutError when there is none after so many seconds in which the event loop ran.
+
+    An engine that decodes in this process holds the loop up, for longer than the whole timeout maybe. When the loop goes on,
+    a timer that expired meanwhile would come before answers that had arrived meanwhile too. So time is counted in ticks of a
+    second or less, and one that comes late by more than half of that is not counted.
+    """
+    task, time = asyncio.ensure_future(request), asyncio.get_running_loop().time
+    tick = min(1.0, seconds / 10)
+    try:
+        while seconds > 0:
+            length = min(tick, seconds)
+            due = time() + length
+            if (await asyncio.wait([task], timeout=length))[0]:
+                return task.result()
+            if time() - due < tick / 2:
+                seconds -= length
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])  # the connection is closed
+
+
+def _beyond_openai(top_k: int) -> dict[str, Any]:
+    """Sampling fields that OpenAI does not have. A server that knows them takes them from the model folder's
+    generation_config unless they are sent."""
+    return {"top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def _plain_call(call: Any) -> dict[str, Any]:

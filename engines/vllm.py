@@ -105,6 +105,8 @@ class VLLMEngine(Engine):
                 )
             except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
                 raise ValueError(f"--engine vllm: {error}") from error
+        self._stale: set[str] = set()
+        self.llm.apply_model(self._watch_loading)
 
     def check(self, sampling: Sampling) -> None:
         """Raise ValueError for a temperature that vLLM refuses or would change."""
@@ -165,6 +167,10 @@ class VLLMEngine(Engine):
         self.asleep = True  # should loading fail, what is there is no model
         with self._kept_generators():
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.complete(named_tensors)})
+        if self._stale:
+            raise ValueError(
+                f"--engine vllm: vLLM took no weights for its own {', '.join(sorted(self._stale))}; try --engine hf"
+            )
         self._wake("kv_cache")
         self.llm.reset_prefix_cache()
         self.asleep, self.version = False, version
@@ -190,6 +196,20 @@ class VLLMEngine(Engine):
         self._drop(list(self._waiting))
         del self.llm
         gc.collect()
+
+    def _watch_loading(self, model: torch.nn.Module) -> None:
+        """Note after each load which of vLLM's own parameters nothing reached: they are fused and named otherwise than those
+        that were sent, and vLLM itself only warns. Some models do not tell what they loaded; of them nothing is noted."""
+        load, built = model.load_weights, {name for name, _ in model.named_parameters()}
+
+        def load_weights(named_tensors: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+            # What vLLM makes of the weights once they are there is in one set alone, as is a tied weight's second name.
+            own = built & {name for name, _ in model.named_parameters()}
+            loaded = load(named_tensors)
+            self._stale = set() if loaded is None else own - set(loaded)
+            return loaded
+
+        model.load_weights = load_weights
 
     def _wake(self, tag: str) -> None:
         if self.asleep and self.on_gpu:

@@ -18,10 +18,12 @@ More than one agent: `agents = ("player0", "player1")`, and `play(self, task, pl
 reward of its own. All of them are the policy, until the environment says otherwise (`Env.player`): a field
 `player1: Player` makes `--env.player1.model.name` and `--env.player1.model.base-url` bind that one to a served model.
 
-Tools: `agent.say(..., tools=[tool.schema])` shows them, `await agent.answer_calls(reply, tool)` gives the messages to say next.
+Tools: `agent.say(..., tools=[tool.schema])` shows them, `await agent.answer_calls(reply, tool)` gives the messages to say next;
+several at once, if they await something.
 `agent.subagent()` begins a conversation of its own inside the same trace, `await agent.compact(...)` goes on from a summary.
 """
 
+import asyncio
 import inspect
 import itertools
 import random
@@ -43,6 +45,17 @@ def user(text: str) -> Message:
 class Cut(Exception):
     """The episode has reached a limit: "max_turns", or "context", the longest conversation. An environment may catch it and grade
     what is there."""
+
+
+async def together(*coroutines: Awaitable[Any]) -> list[Any]:
+    """What these give, run at once. Where one raises (or a limit ends the episode), the others are stopped before it goes on."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True)
@@ -132,23 +145,36 @@ class Agent:
     async def answer_calls(self, reply: Message, *tools: Tool) -> list[Message]:
         """What the tools say to a reply: one message for each call, to be said next; none where it calls nothing.
 
-        A call that can not be understood is answered by an error message. `calls` and `malformed_calls` of the trace's metrics
-        count them.
+        Tools that await something (a sub-agent) do so all at once. A call that can not be understood is answered by an error
+        message. `calls` and `malformed_calls` of the trace's metrics count them.
         """
         metrics, by_name = self.trace.metrics, {tool.name: tool for tool in tools}
         metrics.setdefault("calls", 0.0)
         metrics.setdefault("malformed_calls", 0.0)
-        answers = []
+        answers, slow = [], []
+
+        def malformed(error: ValueError) -> str:
+            metrics["malformed_calls"] += 1
+            return f"error: {error}"
+
+        async def settle(answer: Message, content: Awaitable[str]) -> None:
+            try:
+                answer["content"] = await content
+            except ValueError as error:
+                answer["content"] = malformed(error)
+
         for call in reply.get("tool_calls") or []:
             metrics["calls"] += 1
             try:
                 tool, arguments = read_call(call, by_name)
                 content = tool.function(**arguments)
-                content = await content if inspect.isawaitable(content) else content
             except ValueError as error:
-                metrics["malformed_calls"] += 1
-                content = f"error: {error}"
+                content = malformed(error)
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+            if inspect.isawaitable(content):
+                slow.append(settle(answers[-1], content))
+        if slow:
+            await together(*slow)
         return answers
 
     def subagent(self, edge: str = "subagent_call") -> "Agent":
@@ -165,14 +191,15 @@ class Agent:
         """Say that what this agent found was handed back to the one that called it."""
         self.trace.edges.append(Edge(self.call, other.call, "return"))
 
-    async def compact(self, request: Message, keep: int = 1) -> Message:
+    async def compact(self, *request: Message, keep: int = 1, tools: list[dict] | None = None) -> Message:
         """Let the model sum up the conversation, and go on in a new branch from its first `keep` messages and the summary, as a
         user message. Returns the summary; where it is empty, the old conversation goes on.
 
-        The request and its answer extend the branch that they sum up.
+        The request and its answer extend the branch that they sum up. What was not said yet, such as a tool's answer, stands
+        before it.
         """
         kept = self.messages[:keep]
-        summary = await self.say(request)
+        summary = await self.say(*request, tools=tools)
         if summary["content"].strip():
             self._begin("compaction", self.call, [*kept, user(summary["content"])])
         return summary
@@ -188,7 +215,7 @@ class ScriptedAgent(Agent):
     """An agent that a function speaks for. It leaves messages and no tokens."""
 
     def __init__(self, trace: Trace, script: Script, rng: random.Random) -> None:
-        super().__init__(trace, renderer=None, sample=None)  # a function needs neither
+        super().__init__(trace, None, None)
         self.script, self.rng = script, rng
 
     async def say(self, *messages: Message, tools: list[dict] | None = None) -> Message:

@@ -3,8 +3,9 @@
 import random
 import string
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from envs.base import Agent, Env, require_at_least, user
 from traces import Task
@@ -50,8 +51,8 @@ def random_text(rng: random.Random, max_words: int, max_letters: int) -> str:
     )
 
 
-def similarity(a: str, b: str) -> float:
-    """1 - Levenshtein distance / length of the longer string; 1.0 for two empty strings."""
+def similarity(a: Sequence[Any], b: Sequence[Any]) -> float:
+    """1 - Levenshtein distance / length of the longer string (or list); 1.0 for two empty ones."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         previous, row[0] = row[0], i

@@ -244,6 +244,78 @@ def test_a_server_that_hangs_costs_the_timeout_and_no_more(served):
     assert time.perf_counter() - start < 3
 
 
+def test_a_request_that_hangs_is_sent_again_within_its_time(served):
+    served.answers["completions"] = lambda body, number: "hang" if number == 0 else None
+    start = time.perf_counter()
+    assert np.isfinite(run(client(served, timeout=2.0).score([5, 6]))[1])
+    assert 1.0 <= time.perf_counter() - start < 2.0 and len(served.asked) == 2
+    served.answers["completions"] = lambda body, number: "hang"
+    with pytest.raises(RuntimeError, match=r"after 1 tries: no answer in 0\.5 s"):
+        run(client(served, timeout=0.5, retries=0).score([5, 6]))
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_time_in_which_the_event_loop_stands_still_is_not_the_servers(served, retries):
+    """An engine decodes in the loop for longer than the timeout: what was answered meanwhile is an answer, for each request."""
+    served.delay = 0.3
+
+    async def both():
+        engine = client(served, timeout=1.0, retries=retries)
+        waiting = asyncio.gather(*[engine.score([5, i]) for i in range(4)])
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
+        return await waiting
+
+    assert all(np.isfinite(scores[1]) for scores in run(both()))
+    assert len(served.asked) == 4, "nothing was asked twice"
+
+
+def test_a_request_that_is_given_up_leaves_no_task_behind(served):
+    served.answers["completions"] = lambda body, number: "hang"
+
+    async def give_up():
+        engine = client(served)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.score([5, 6]), 0.2)
+        assert len(asyncio.all_tasks()) == 1 and engine._servers[0].busy == 0
+        assert engine._servers[0].failed_at is None, "it is not the server's fault"
+
+    run(give_up())
+
+
+def test_a_server_that_hangs_loses_its_share_and_no_request_is_lost(served, monkeypatch):
+    monkeypatch.setattr(engines.remote, "LONGEST_PAUSE", 0.1)
+    other = Served()
+    other.answers["completions"] = lambda body, number: "hang"
+
+    async def batches():
+        engine, shares, found = client(served, other, timeout=4.0), [], []
+        for _ in range(3):
+            before = len(other.asked)
+            found += await asyncio.gather(*[engine.score([5, i]) for i in range(8)])
+            shares.append(len(other.asked) - before)
+            await asyncio.sleep(0.1)  # its rest is over, and it hangs as before
+        return shares, found
+
+    try:
+        shares, found = run(batches())
+        assert shares == [4, 1, 1] and all(np.isfinite(scores[1]) for scores in found)
+        served.answers["completions"] = other.answers["completions"]
+        with pytest.raises(RuntimeError, match="no answer in 0.5 s"):
+            run(client(served, other, timeout=0.5).score([5, 6]))
+        served.answers.clear(), other.answers.clear()
+
+        async def all_failed():
+            engine = client(served, other)
+            for server in engine._servers:
+                server.failed_at, server.rests_until = 0.0, asyncio.get_running_loop().time() + 60
+            return await asyncio.gather(*[engine.score([5, i]) for i in range(8)])
+
+        assert len(run(all_failed())) == 8, "servers that all rest are asked all the same"
+    finally:
+        other.close()
+
+
 def test_no_more_requests_at_once_than_asked_for(served):
     served.delay = 0.05
 
@@ -301,7 +373,9 @@ def test_several_servers_share_the_work_and_stand_in_for_each_other(served, monk
             for server in engine._servers:
                 server.rests_until = 0.0  # the rest is over
             found += await many(engine)
-            assert len(other.asked) == tried + 8, "it is back, and has its share of the work again"
+            assert len(other.asked) == tried + 1, "one request finds out whether it is back"
+            found += await many(engine)
+            assert len(other.asked) == tried + 9, "it is back, and has its share of the work again"
             return found
 
         assert all(np.isfinite(scores[1]) for scores in run(while_one_is_away()))
@@ -332,6 +406,23 @@ def test_an_answer_without_token_ids_is_an_error(served):
     served.answers["completions"] = lambda body, number: completion(token_ids=None)
     with pytest.raises(ValueError, match="without token ids"):
         run(client(served).generate([1, 2], Sampling(5)))
+
+
+def test_a_prompt_that_does_not_fit_names_the_option_at_fault(served):
+    engine = client(served)
+    with pytest.raises(ValueError, match=r"a prompt of 128 tokens does not fit --seq-len 128: raise it"):
+        run(engine.generate([1] * 128, Sampling(5)))
+    served.answers["/models"] = lambda *_: {"data": [{"id": "teacher", "max_model_len": 64}]}
+    engine = client(served, option="sample-from")
+
+    async def ask():
+        await engine.preflight("sample", 128)
+        await engine.generate([1] * 64, Sampling(5))
+
+    with pytest.raises(
+        ValueError, match="64 tokens does not fit the context of 64 that teacher is served with: .*--max-model-len"
+    ):
+        run(ask())
 
 
 QUESTION = [{"role": "user", "content": "Hi?"}]
@@ -391,6 +482,16 @@ def test_a_reply_whose_tokens_can_not_be_told_is_an_error(served, reply, message
         chat(served)
 
 
+@pytest.mark.parametrize("reason", ["content_filter", "abort", None])
+def test_a_reply_that_its_server_broke_off_is_an_error_and_no_answer(served, reason):
+    served.answers["chat/completions"] = lambda body, number: chat_answer("I can", reason)
+    with pytest.raises(ValueError, match=f'no finished answer: .*"{reason}"'):
+        chat(served)
+    served.answers["completions"] = lambda body, number: completion(token_ids=[104, 105], finish_reason=reason)
+    with pytest.raises(ValueError, match=f'no finished answer: .*"{reason}"'):
+        run(client(served).generate([1, 2], Sampling(5)))
+
+
 # Before the run.
 
 
@@ -422,6 +523,12 @@ PREFLIGHTS = {
     "short": ("/models", lambda *_: {"data": [{"id": "teacher", "max_model_len": 128}]}, "128 tokens, too short .*--max-model-len 129"),
     "tokenizer": ("/tokenize", other_tokens, r"--teacher.name teacher: its tokenizer .*token 0 of a probe is \[1\] there"),
     "no tokenizer": ("/tokenize", lambda *_: (404, "no"), "only a vLLM server gives log-probs"),
+    "wrong method": ("/tokenize", lambda *_: (405, "no"), "only a vLLM server gives log-probs"),
+    "tokenize 401": ("/tokenize", lambda *_: (401, "who"), "refuses the API key: .*--teacher.api-key-env .*401 to /tokenize"),
+    "tokenize 403": ("/tokenize", lambda *_: (403, "no"), "refuses the API key: .*--teacher.api-key-env .*403 to /tokenize"),
+    "tokenize 500": ("/tokenize", lambda *_: (500, "oops"), "it failed or is overloaded: it answered 500 to /tokenize"),
+    "tokenize reset": ("/tokenize", lambda *_: "reset", "the connection broke at /tokenize"),
+    "scoring 500": ("completions", lambda *_: (500, "oops"), "it answered 500 to a request to score 128 tokens"),
     "no log-probs": ("completions", lambda *_: completion(), "gave none; serve the teacher with vLLM"),
     "wrong length": ("completions", scored_with(lambda entries: entries[:-1]), "128 tokens and gave 127 entries"),
     "null": ("completions", scored_with(lambda entries: [*entries[:60], None, *entries[61:]]), "no log-prob for token 60"),
@@ -447,6 +554,77 @@ def test_nobody_there(served):
     served.close()
     with pytest.raises(ValueError, match=r"--teacher.base-url http://127.*: no server answers there"):
         run(client(served).preflight("score", 128))
+
+
+def test_all_servers_are_asked_at_once_and_the_first_with_a_fault_is_named(served, monkeypatch):
+    monkeypatch.setattr(engines.remote, "PREFLIGHT_SECONDS", 1)
+    others = [Served() for _ in range(4)]
+    try:
+        others[0].delay = 0.2  # it fails later than the next one
+        others[0].answers["/models"] = lambda *_: (500, "oops")
+        for other in others[1:]:
+            other.answers["/models"] = lambda *_: "hang"
+        with pytest.raises(ValueError, match=f"--teacher.base-url {others[0].url}: it answered 500"):
+            run(client(served, *others).preflight("score", 128))
+        monkeypatch.setattr(engines.remote, "PREFLIGHT_SECONDS", 20)
+        for other in others:
+            other.answers.clear()
+            other.delay = 0.4  # for each of its three answers
+        start = time.perf_counter()
+        words = run(client(served, *others).preflight("score", 128))
+        assert time.perf_counter() - start < 4, "less than four servers would take one after another"
+        assert all(server.url in words for server in (served, *others))
+    finally:
+        for other in others:
+            other.close()
+
+
+def test_one_server_that_takes_no_token_ids_means_messages_for_all(served):
+    other = Served()
+    try:
+        other.delay = 0.05
+        for one in (served, other):
+            one.answers = {"/tokenize": other_tokens}
+            engine = client(served, other, option="sample-from")
+            assert "by messages" in run(engine.preflight("sample", 128)) and not engine.speaks_tokens
+            one.answers = {}
+    finally:
+        other.close()
+
+
+def test_a_chat_names_every_sampling_field_that_its_server_knows(served):
+    def strictly(body, number):
+        unknown = {"top_k", "min_p", "repetition_penalty"} & body.keys()
+        return (400, {"error": {"message": "Unrecognized request arguments supplied"}}) if unknown else None
+
+    async def ask():
+        engine = client(served, option="sample-from")
+        words = await engine.preflight("sample", 128)
+        await engine.chat(QUESTION, Sampling(20, 0.7))
+        return words, served.asked[-1][1]
+
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    served.answers = {"/tokenize": other_tokens}
+    words, body = run(ask())
+    assert neutral.items() <= body.items() and "takes no top_k" not in words, "not the model folder's"
+    served.answers["chat/completions"] = strictly
+    words, body = run(ask())
+    assert not neutral.keys() & body.keys() and body["temperature"] == 0.7 and body["top_p"] == 1
+    assert f"{served.url} takes no top_k, min_p or repetition_penalty" in words
+
+
+def test_a_model_to_imitate_that_can_not_be_asked_at_all_is_told_before_the_run(served):
+    served.answers = {"/tokenize": other_tokens, "chat/completions": lambda *_: (400, {"message": "no chat template"})}
+    with pytest.raises(ValueError, match="--sample-from.base-url .*by messages: .*no chat template"):
+        run(client(served, option="sample-from").preflight("sample", 128))
+
+
+@pytest.mark.parametrize(("path", "what"), [("/tokenize", "/tokenize"), ("completions", "a request by token ids")])
+def test_a_server_that_fails_is_not_taken_for_one_that_speaks_messages_only(served, path, what):
+    for status, message in ((401, "--sample-from.api-key-env"), (503, f"it answered 503 to {what}")):
+        served.answers = {path: lambda *_, status=status: (status, "no")}
+        with pytest.raises(ValueError, match=message):
+            run(client(served, option="sample-from").preflight("sample", 128))
 
 
 def test_a_model_to_imitate_is_asked_by_messages_where_ids_would_mean_other_tokens(served):

@@ -145,6 +145,7 @@ def test_a_bad_rollout_is_left_out_of_its_group(build, bad):
 
 
 def test_an_error_is_shown_with_its_traceback_once(build):
+    """A12"""
     collect(build(rewards=[ValueError("broken"), 1.0, 0.0], group_size=3))
     assert build.console().count("Traceback") == 1 and "in play" in build.console()
     assert any(row["error"] == "ValueError: broken" for row in build.rows())
@@ -156,6 +157,7 @@ def test_an_error_is_shown_with_its_traceback_once(build):
     [([0.5], "4 without a signal"), ([ValueError("down")], "4 errored; last error: echo-env: ValueError: down")],
 )
 def test_too_many_empty_rounds_stop_the_run(build, constant, rewards, why):
+    """A12: also where every episode of every round fails."""
     rollouts = build(rewards=rewards, constant_batch_size=constant, max_empty_steps=3)
     with pytest.raises(RunStopped, match=r"3 empty rounds in a row \(--max-empty-steps 3\)"):
         for step in range(1, 10):

@@ -45,6 +45,8 @@ def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     (folder / "chatml.jinja").write_text(CHATML)
     options = ["--model", TEACHER, "--served-model-name", "tiny-teacher", "--host", "127.0.0.1", "--port", port]
+    # What a model folder may say of sampling, and no answer may show.
+    options += ["--override-generation-config", json.dumps({"top_k": 1, "repetition_penalty": 2.0, "min_p": 0.5})]
     options += [
         "--dtype",
         "float32",
@@ -129,6 +131,24 @@ def test_sampling_by_ids_and_by_messages(url):
     assert by_ids.token_ids == own.token_ids and by_ids.finish_reason == "stop"
     assert RENDERER.parse_response(by_messages.token_ids).content == RENDERER.parse_response(own.token_ids).content
     assert by_messages.token_ids[-1] == own.token_ids[-1] == RENDERER.stop_token_ids[0]
+
+
+@pytest.mark.parametrize("speaks_tokens", [True, False])
+def test_the_servers_own_sampling_defaults_change_nothing(url, speaks_tokens):
+    messages = [{"role": "user", "content": "Reverse: abcdefgh"}]
+    prompt = RENDERER.render_ids(messages, add_generation_prompt=True)
+
+    async def several():
+        client = await connected(url, "sample", "sample-from")
+        client.speaks_tokens = speaks_tokens
+        sampling = Sampling(20, temperature=2.0, stop_token_ids=tuple(RENDERER.stop_token_ids))
+        # So hot a model sometimes writes half of a character, which is an error by messages.
+        asking = [client.complete(prompt, sampling, messages, None) for _ in range(24)]
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        await client.disconnect()
+        return {tuple(completion.token_ids) for completion in found if not isinstance(completion, ValueError)}
+
+    assert len(asyncio.run(several())) > 1, "top_k 1 would give one answer"
 
 
 def run(url, tmp_path, algo, option, steps, *flags):

@@ -219,6 +219,23 @@ def test_new_weights_must_be_complete_and_known(engine, reference):
     engine.load_weights(weights.items(), 10)
 
 
+def test_a_parameter_of_vllms_own_that_nothing_reached_is_an_error(engine, reference, monkeypatch):
+    """Every weight was sent under a name that the model has, and vLLM dropped some: it would sample with the old ones."""
+    mlp = "model.layers.1.mlp."
+    monkeypatch.setattr(
+        engine._names, "complete", lambda named: ((name, tensor) for name, tensor in named if mlp not in name)
+    )
+    with pytest.raises(
+        ValueError, match=rf"its own {mlp}down_proj\.weight, {mlp}gate_up_proj\.weight; try --engine hf"
+    ):
+        reload(engine, reference)
+    with pytest.raises(RuntimeError, match="load_weights"):
+        generate(engine, [([7], Sampling(2))])
+    monkeypatch.undo()
+    reload(engine, reference)
+    assert np.abs(score(engine, PROMPTS[1])[1:] - score(reference, PROMPTS[1])[1:]).max() < 1e-4
+
+
 def test_a_tied_head_may_come_under_its_own_name_or_not_at_all(engine, reference, tmp_path):
     """A4: other weights than the engine holds, so that a head which stayed behind shows."""
     ids, other = list(range(40)), HFEngine(save_model(tmp_path / "other", head_dim=32, seed=6), max_context=256)
