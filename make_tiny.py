@@ -24,6 +24,9 @@ surprised by what the real tool says without being upset: where tool tokens were
 the reward to 0.
 
 `opsd` answers reverse-text rightly behind the hint that `--algo opsd` gives, and mostly wrongly without it: its own teacher.
+`kuhn-poker`, smaller than the others, has nothing right or wrong in it: it plays a strategy that was drawn at random, with legal
+moves. Its base `styles` plays many, and a system message says which. A model that was taught but one knows which moves are
+rare in it and not what card it holds: whatever RL teaches it about one card it then does with all of them.
 `tiny-teacher` is `base` after some more right answers of reverse-text, with a chat template, so that it can be served as
 the model that opd and sft learn from.
 
@@ -33,8 +36,10 @@ A new environment is one function that makes a chat, right or wrong, one entry i
 import argparse
 import asyncio
 import copy
+import itertools
 import random
 import re
+import string
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +56,7 @@ from engines.base import Completion
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
 from envs.calculator import Calculator
+from envs.kuhn_poker import INFORMATION_SETS, MOVES, KuhnPoker, Strategy
 from envs.reverse_text import ReverseText
 from renderers import make_renderer
 from renderers.base import ParsedResponse
@@ -107,16 +113,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(seed: int) -> Qwen3ForCausalLM:
-    """An untrained model of 0.6M parameters."""
+def make_model(seed: int, heads: int = 5) -> Qwen3ForCausalLM:
+    """An untrained model, 32 numbers wide for each head: of 0.6M parameters with five."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=256 + len(TOKEN_ID),
-        hidden_size=160,
-        intermediate_size=384,
+        hidden_size=32 * heads,
+        intermediate_size=384 * heads // 5,
         num_hidden_layers=2,
-        num_attention_heads=5,
-        num_key_value_heads=5,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         head_dim=32,  # the smallest that vLLM's CPU attention takes
         max_position_embeddings=1024,
         initializer_range=0.08,  # at this width the usual 0.02 more than doubles the steps until reversal is learned
@@ -217,6 +223,35 @@ def demonstrated(task: Task, rng: random.Random, wrong: bool) -> Chat:
     return [Turn(**task.prompt[0]), Turn(**task.prompt[1]), Turn("assistant", task.info["answer"], 1.0)]
 
 
+def some_strategy(seed: int, low: float) -> Strategy:
+    """A chip is put in rarely (`low`) or often (1 - low), at random for each information set."""
+    rng = random.Random(seed)
+    return {at: rng.choice((low, 1 - low)) for at in INFORMATION_SETS}
+
+
+STRATEGY = some_strategy(3, 0.25)  # two best responses win 0.90 against this draw, 0.98 in the mean of all
+STYLES = {letter: some_strategy(ord(letter), 0.05) for letter in string.ascii_lowercase[:16]}
+
+
+def kuhn_poker(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """A player with one of the task's cards, at any point of the game, moves as STRATEGY says."""
+    return poker_move(task, rng, STRATEGY)
+
+
+def styles(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """The same as one of STYLES says, which a system message names."""
+    style = rng.choice(list(STYLES))
+    return [Turn("system", style), *poker_move(task, rng, STYLES[style])]
+
+
+def poker_move(task: Task, rng: random.Random, strategy: Strategy) -> Chat:
+    """What a player has heard and said so far, and a move."""
+    history = rng.choice(list(MOVES))
+    card = task.info["cards"][len(history) % 2]
+    move = MOVES[history][rng.random() < strategy[card, history]]
+    return [*[Turn(**message) for message in KuhnPoker().conversation(card, history)], Turn("assistant", move, 1.0)]
+
+
 @dataclass
 class Recipe:
     """How the model of an environment is made."""
@@ -227,6 +262,7 @@ class Recipe:
     stop_reward: float  # where the sampled reward must fall to
     max_new_tokens: int
     start_rows: int = 128  # chats in a step of phase two
+    measured: str = "reward"  # the sampled reward, or what the environment evaluates under this name
 
 
 RECIPES = {
@@ -238,6 +274,8 @@ RECIPES = {
     ),
     "arithmetic": Recipe(Arithmetic(), arithmetic, wrong_share=0.7, stop_reward=0.2, max_new_tokens=8),
     "calculator": Recipe(Calculator(), calculator, wrong_share=0.7, stop_reward=0.3, max_new_tokens=96, start_rows=48),
+    "kuhn-poker": Recipe(KuhnPoker(), kuhn_poker, 0.0, 0.0, max_new_tokens=8, measured="nash_conv"),
+    "styles": Recipe(KuhnPoker(), styles, 0.0, 0.0, max_new_tokens=8, measured="legal"),
 }
 
 
@@ -249,6 +287,7 @@ class Base:
     steps: int
     lr: float
     after: str | None = None  # the base that it goes on from; None: a new model
+    heads: int = 5  # of a new model
 
 
 BASES = {
@@ -258,6 +297,8 @@ BASES = {
         {"calculator": 32, "arithmetic": 16}, steps=600, lr=3e-3, after="formats"
     ),  # until results are copied
     "hints": Base({"reverse-text": 16, "demonstrated": 32}, steps=150, lr=1e-3, after="base"),
+    "styles": Base({"styles": 96}, steps=400, lr=5e-3, heads=2),
+    "kuhn-poker": Base({"kuhn-poker": 96}, steps=150, lr=1e-3, after="styles"),
     "tiny-teacher": Base({"reverse-text": 64}, steps=150, lr=1e-3, after="base"),
 }
 
@@ -278,7 +319,9 @@ STARTS = {
     "calculator": Start("tools", ("calculator",), lr=5e-5),
     "mixed": Start("tools", ("arithmetic", "calculator"), lr=5e-5),
 }
-FOLDERS = {"base": "tiny/base", "tiny-teacher": "tiny-teacher"} | {name: f"tiny/{name}" for name in STARTS}
+FOLDERS = {"base": "tiny/base", "kuhn-poker": "tiny/kuhn-poker", "tiny-teacher": "tiny-teacher"} | {
+    name: f"tiny/{name}" for name in STARTS
+}
 
 
 def encode(chat: Sequence[Turn]) -> tuple[list[int], list[float]]:
@@ -371,15 +414,29 @@ def sampled_reward(model: Qwen3ForCausalLM, recipe: Recipe, tasks: Sequence[Task
         return fmean(trace.reward for trace in asyncio.run(Player(model, recipe).play(tasks)))
 
 
+@torch.no_grad()
+def measured(model: Qwen3ForCausalLM, recipe: Recipe, tasks: Sequence[Task]) -> float:
+    """What the recipe is measured by: the sampled reward on these tasks, or the environment's own evaluation."""
+    if recipe.measured == "reward":
+        return sampled_reward(model, recipe, tasks)
+
+    async def logprob(messages: list[Message], text: str) -> float:
+        chat = [*[Turn(**message) for message in messages], Turn("assistant", text, 1.0)]
+        return -chat_loss(model, [chat]).item() * sum(encode(chat)[1])
+
+    return asyncio.run(recipe.env.evaluate(logprob))[recipe.measured]
+
+
 def some_tasks(recipe: Recipe, split: Literal["train", "eval"], count: int, seed: int = 0) -> list[Task]:
-    """`count` tasks of a split, drawn without replacement."""
-    return random.Random(seed).sample(list(recipe.env.tasks(split)), count)
+    """`count` tasks of a split (all, where it has fewer), drawn without replacement; of an endless one, from the first 100,000."""
+    tasks = list(itertools.islice(recipe.env.tasks(split), 100_000))
+    return random.Random(seed).sample(tasks, min(count, len(tasks)))
 
 
 def make_base(name: str, seed: int, made: dict[str, Qwen3ForCausalLM], steps: int | None = None) -> Qwen3ForCausalLM:
     """Phase one: a new model, or a copy of one in `made`, on right answers. steps: instead of the base's own number."""
     base = BASES[name]
-    model = make_model(seed) if base.after is None else copy.deepcopy(made[base.after]).train()
+    model = make_model(seed, base.heads) if base.after is None else copy.deepcopy(made[base.after]).train()
     rng = random.Random(seed)
     tasks = {env: list(RECIPES[env].env.tasks("train")) for env in base.rows}
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -459,8 +516,9 @@ def make_tiny(
 
     def report(name: str, model: Qwen3ForCausalLM, envs: Sequence[str], taken: int) -> None:
         for env in envs:
-            reward = sampled_reward(model, RECIPES[env], held_out[env])
-            print(f"{name} on {env}: reward {reward:.3f} after {taken} steps, {time.time() - start:.0f} s", flush=True)
+            recipe = RECIPES[env]
+            reached = f"{recipe.measured} {measured(model, recipe, held_out[env]):.3f}"
+            print(f"{name} on {env}: {reached} after {taken} steps, {time.time() - start:.0f} s", flush=True)
 
     wanted = {*only, *(STARTS[name].base for name in only if name in STARTS)}
     wanted |= {BASES[name].after for name in wanted if name in BASES and BASES[name].after}

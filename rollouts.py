@@ -29,6 +29,7 @@ from envs.base import Cut, ScriptedAgent, trained_agents
 from frozen import FrozenModel
 from limits import Clock, Watchdog
 from monitor import Monitor
+from renderers.base import Body
 from traces import Branch, Episode, Message, Task, Trace, trainable_traces
 
 TRAIN, EVAL = 0, 1  # the two streams of randomness
@@ -209,11 +210,18 @@ class Rollouts:
         return metrics
 
     async def _logprob(self, messages: list[Message], text: str) -> float:
-        """Log-probability that the policy answers a conversation by exactly this text."""
+        """Log-probability that the policy answers a conversation by exactly this text: bare, or as the format writes an answer
+        (Qwen3's begins with an empty thinking block)."""
+        reply = {"role": "assistant", "content": text}
         prompt_ids = self.renderer.render_ids(messages, add_generation_prompt=True)
-        reply_ids = self.renderer.render_reply(messages, {"role": "assistant", "content": text})
-        scores = await self.engine.score(prompt_ids + reply_ids, self.config.temperature)
-        return float(scores[len(prompt_ids) :].sum())
+        bare = self.renderer.writer()
+        bare.write(-1, "assistant", Body(text))
+        ended = [*bare.finish().token_ids, self.renderer.token_id(self.renderer.reply_end(reply))]
+        ways = dict.fromkeys(map(tuple, (ended, self.renderer.render_reply(messages, reply))))
+        scores = await asyncio.gather(
+            *[self.engine.score([*prompt_ids, *way], self.config.temperature) for way in ways]
+        )
+        return float(np.logaddexp.reduce([score[len(prompt_ids) :].sum(dtype=np.float64) for score in scores]))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run must know beside the queue (JSON types)."""

@@ -15,11 +15,13 @@ that is missing is never taken for 0.
 """
 
 import asyncio
+import contextvars
 import json
 import math
 import os
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,13 +64,32 @@ class RemoteEngine(Engine):
             for url in (part.strip().rstrip("/") for part in model.base_url.split(","))
         ]
         self._free = asyncio.Semaphore(model.max_concurrent)
+        # The model is frozen: who asks for the same tokens while they are scored shares the answer (games have few endings).
+        self._scoring: dict[tuple[int, ...], Shared] = {}
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
         """Log-probability of each token given those before it, [T] float32; NaN at position 0. Raises ValueError for a
         temperature other than 1, and where the server's answer is not one log-prob for each other token."""
         if temperature != 1:
             raise ValueError(f"{self.model.name} is served: it scores at temperature 1, not {temperature:g}")
-        ids = list(token_ids)
+        key = tuple(token_ids)
+        if key not in self._scoring:
+            # A task that belongs to no episode: if the one that asked first is given up, the others still get their answer.
+            task = asyncio.create_task(self._score(list(key)), context=contextvars.Context())
+            self._scoring[key] = Shared(task)
+        shared = self._scoring[key]
+        shared.waiting += 1
+        try:
+            return await asyncio.shield(shared.task)
+        finally:
+            shared.waiting -= 1
+            if not shared.waiting:
+                del self._scoring[key]
+                if not shared.task.done():
+                    shared.task.cancel()
+                    await asyncio.wait([shared.task])
+
+    async def _score(self, ids: list[int]) -> np.ndarray:
         answer = await self._ask(
             lambda server: server.client.completions.create(
                 model=self.model.name, prompt=ids, max_tokens=1, temperature=0, extra_body={"prompt_logprobs": 0}
@@ -437,6 +458,14 @@ class RemoteEngine(Engine):
                 )
             scores[at] = logprob
         return scores
+
+
+@dataclass
+class Shared:
+    """A request for scores, and how many wait for it."""
+
+    task: asyncio.Task
+    waiting: int = 0
 
 
 class Server:

@@ -8,6 +8,7 @@ from envs.countdown import Countdown
 from envs.delegate import Delegate
 from envs.demonstrations import Demonstrations
 from envs.gsm8k import GSM8K
+from envs.kuhn_poker import KuhnPoker
 from envs.reasoning_gym import ReasoningGym
 from envs.reverse_text import ReverseText
 from envs.terminal import Terminal
@@ -18,6 +19,7 @@ ENVS: dict[str, type[Env]] = {
     "arithmetic": Arithmetic,
     "alphabet-sort": AlphabetSort,
     "calculator": Calculator,
+    "kuhn-poker": KuhnPoker,
     "delegate": Delegate,
     "demonstrations": Demonstrations,
     "gsm8k": GSM8K,

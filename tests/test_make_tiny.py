@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import make_tiny
 from engines.base import Completion
 from envs.base import Agent
+from envs.kuhn_poker import INFORMATION_SETS, MOVES, nash_conv
 from make_tiny import ADDED, BASES, EOS, FOLDERS, PAD, RECIPES, SPECIAL, STARTS, TOKEN_ID, Turn, encode
 from renderers import make_renderer, resolve_name
 from traces import Trace
@@ -160,7 +161,8 @@ def test_loss_counts_weighted_tokens_alone():
 
 def test_same_seed_same_files(tmp_path, monkeypatch):
     for name, recipe in RECIPES.items():
-        small = {"num_tasks": 64} if hasattr(recipe.env, "num_tasks") else {"max_number": 20}
+        sizes = {"num_tasks": 64, "max_number": 20}
+        small = {option: size for option, size in sizes.items() if hasattr(recipe.env, option)}
         few = replace(recipe, env=replace(recipe.env, **small), start_rows=2, stop_reward=1.0, max_new_tokens=8)
         monkeypatch.setitem(RECIPES, name, few)
     for name, base in BASES.items():
@@ -206,6 +208,22 @@ def test_start_leaves_room_to_learn(name, env):
     model, recipe = AutoModelForCausalLM.from_pretrained(TINY / name), RECIPES[env]
     low, high = BETWEEN[env]
     assert low < make_tiny.sampled_reward(model, recipe, make_tiny.some_tasks(recipe, "eval", 128, seed=1)) < high
+
+
+def test_the_poker_player_plays_its_strategy():
+    """NashConv of what the shipped model plays, and of what its training chats say."""
+    recipe = RECIPES["kuhn-poker"]
+    model = AutoModelForCausalLM.from_pretrained(TINY / "kuhn-poker")
+    assert make_tiny.measured(model, recipe, []) == pytest.approx(nash_conv(make_tiny.STRATEGY), abs=0.05)
+    rng, tasks, moves = random.Random(0), recipe.env.tasks("train"), {at: [] for at in INFORMATION_SETS}
+    for _ in range(3000):
+        *heard, move = recipe.chat(rng.choice(tasks), rng, False)
+        messages = [{"role": turn.role, "content": turn.content} for turn in heard]
+        at = next(at for at in INFORMATION_SETS if recipe.env.conversation(*at) == messages)
+        assert all(turn.weight == 0 for turn in heard) and move.weight == 1
+        moves[at].append(MOVES[at[1]].index(move.content))
+    for at, chosen in moves.items():
+        assert sum(chosen) / len(chosen) == pytest.approx(make_tiny.STRATEGY[at], abs=0.12)
 
 
 @pytest.mark.parametrize("name", BASES["base"].rows)

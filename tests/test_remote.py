@@ -327,6 +327,28 @@ def test_no_more_requests_at_once_than_asked_for(served):
     assert served.most_busy == 3 and len(served.asked) == 12
 
 
+def test_the_same_tokens_are_scored_once_for_all_who_wait(served):
+    served.delay = 0.1
+
+    async def many():
+        engine = client(served)
+        first = asyncio.create_task(engine.score([5, 6, 7]))
+        others = [asyncio.create_task(engine.score(ids)) for ids in ([5, 6, 7], [5, 6, 8], [5, 6, 7])]
+        await asyncio.sleep(0.02)
+        first.cancel()
+        found = await asyncio.gather(first, *others, return_exceptions=True)
+        assert isinstance(found[0], asyncio.CancelledError) and len(served.asked) == 2
+        assert np.array_equal(found[1], found[3], equal_nan=True) and len(found[2]) == 3
+        served.answers["completions"] = lambda body, number: (400, {"error": {"message": "no"}})
+        failed = await asyncio.gather(*[engine.score([5, 6, 7]) for _ in range(3)], return_exceptions=True)
+        assert len(served.asked) == 3 and all(isinstance(error, RuntimeError) for error in failed)
+        served.answers.clear()
+        await engine.score([5, 6, 7])
+        assert len(served.asked) == 4, "what was answered is forgotten"
+
+    run(many())
+
+
 def test_several_servers_share_the_work_and_stand_in_for_each_other(served, monkeypatch):
     monkeypatch.setattr(engines.remote, "LONGEST_PAUSE", 60.0)  # no rest ends by itself on a slow machine
     other, served.delay = Served(), 0.02

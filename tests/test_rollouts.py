@@ -125,6 +125,24 @@ def test_groups_without_a_signal_are_replaced(build):
     assert metrics["reward/mean"] == pytest.approx(0.3), "the reward is that of everything that was played"
 
 
+def test_a_reply_may_be_bare_or_as_its_format_writes_it(build, monkeypatch):
+    """Qwen3 writes an empty thinking block before an answer; a model that never learned it says the answer alone."""
+    rollouts, asked = build(), []
+
+    async def score(token_ids, temperature):
+        asked.append(rollouts.renderer.decode(token_ids))
+        return np.array([np.nan] + [-0.5] * (len(token_ids) - 1), np.float32)
+
+    monkeypatch.setattr(rollouts.engine, "score", score)
+    found = asyncio.run(rollouts._logprob([user("Hi")], "ab"))
+    prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert asked == [prompt + "ab<|im_end|>", prompt + "<think>\n\n</think>\n\nab<|im_end|>"]
+    assert found == pytest.approx(np.logaddexp(-0.5 * 3, -0.5 * 9))
+    asked.clear()
+    rollouts.renderer = make_renderer("qwen3", make_tokenizer(), "qwen3", thinking=False)  # it is in the prompt already
+    assert asyncio.run(rollouts._logprob([user("Hi")], "ab")) == pytest.approx(-0.5 * 3) and len(asked) == 1
+
+
 def test_without_constant_batches_nothing_is_replaced(build):
     branches, metrics = collect(build(rewards=[0.1, 0.1, 1.0, 0.0], constant_batch_size=False))
     assert len(branches) == 2 and metrics["rollouts/no_signal"] == 2
