@@ -23,6 +23,7 @@ What a rollout counts for:
 | a reply cut at --max-new-tokens or the context | as the environment says | yes | yes | rollouts/stop_max_new_tokens, stop_context |
 | more turns than --max-turns, a conversation longer than --seq-len | what was set so far, else 0 | yes | yes | rollouts/stop_max_turns, stop_context |
 | reward None, NaN or inf | none | no | no | rollouts/errored |
+| an agent of several that was never asked | none | no | no | nowhere |
 | `play` raised, or ran past --rollout-timeout | none | no | no | rollouts/errored, stop_error, stop_timeout |
 
 More than one agent: `agents = ("player0", "player1")`, and `play(self, task, player0, player1)`. Each leaves a trace with a
@@ -106,7 +107,7 @@ class Agent:
     the next prompt extends the sampled tokens verbatim where the renderer can (`bridge`). `messages` is the conversation so far.
     """
 
-    def __init__(self, trace: Trace, renderer: Any, sample: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, trace: Trace, renderer: Any, sample: Callable[..., Awaitable[Any]] | None) -> None:
         self.trace = trace
         self.renderer = renderer
         self.messages = trace.messages
@@ -199,7 +200,7 @@ class ScriptedAgent(Agent):
     """An agent that a function speaks for. It leaves messages and no tokens."""
 
     def __init__(self, trace: Trace, script: Script, rng: random.Random) -> None:
-        super().__init__(trace, None, self._sample)
+        super().__init__(trace, renderer=None, sample=None)  # a function needs neither
         self.script, self.rng = script, rng
 
     async def say(self, *messages: Message, tools: list[dict] | None = None) -> Message:
