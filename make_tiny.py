@@ -24,6 +24,8 @@ surprised by what the real tool says without being upset: where tool tokens were
 the reward to 0.
 
 `opsd` answers reverse-text rightly behind the hint that `--algo opsd` gives, and mostly wrongly without it: its own teacher.
+`proposer-solver` is `base` after some hundred steps of problems solved rightly, and of problems proposed, of which a good part is
+malformed. Nothing that it solves is taught wrongly: it is stopped while it still learns to, and solves a third.
 `tiny-teacher` is `base` after some more right answers of reverse-text, with a chat template, so that it can be served as
 the model that opd and sft learn from.
 
@@ -50,7 +52,8 @@ from algos.opsd import OPSDConfig
 from engines.base import Completion
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
-from envs.calculator import Calculator
+from envs.calculator import Calculator, evaluate
+from envs.proposer_solver import OPERATORS, ProposerSolver, question
 from envs.reverse_text import ReverseText
 from renderers import make_renderer
 from renderers.base import ParsedResponse
@@ -217,6 +220,34 @@ def demonstrated(task: Task, rng: random.Random, wrong: bool) -> Chat:
     return [Turn(**task.prompt[0]), Turn(**task.prompt[1]), Turn("assistant", task.info["answer"], 1.0)]
 
 
+def proposed(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """A problem proposed, or something malformed: three of ten here, and then half of what the model says, which also errs."""
+    problem = some_problem(task, rng)
+    return [Turn(**task.prompt[0]), Turn("assistant", malformed(problem, rng) if rng.random() < 0.3 else problem, 1.0)]
+
+
+def solved(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """A problem solved rightly."""
+    problem = some_problem(task, rng)
+    return [Turn("user", question(problem)), Turn("assistant", str(evaluate(problem)), 1.0)]
+
+
+def some_problem(task: Task, rng: random.Random) -> str:
+    """One that a source task asks for and that is not held out."""
+    while (problem := ProposerSolver().draw(task.info["operators"], task.info["limit"], rng)) in HELD_OUT:
+        pass
+    return problem
+
+
+HELD_OUT = {task.key for task in ProposerSolver().tasks("eval")}
+
+
+def malformed(problem: str, rng: random.Random) -> str:
+    """A problem with something wrong: it does not end, has an equals sign, is a bare number, or repeats an operator."""
+    at = rng.choice([i for i, letter in enumerate(problem) if letter in OPERATORS])
+    return rng.choice((problem[: at + 1], f"{problem}=", problem[:at], problem[: at + 1] + problem[at:]))
+
+
 @dataclass
 class Recipe:
     """How the model of an environment is made."""
@@ -238,6 +269,8 @@ RECIPES = {
     ),
     "arithmetic": Recipe(Arithmetic(), arithmetic, wrong_share=0.7, stop_reward=0.2, max_new_tokens=8),
     "calculator": Recipe(Calculator(), calculator, wrong_share=0.7, stop_reward=0.3, max_new_tokens=96, start_rows=48),
+    "proposer-solver": Recipe(ProposerSolver(), proposed, wrong_share=0.0, stop_reward=0.0, max_new_tokens=16),
+    "solved": Recipe(ProposerSolver(), solved, wrong_share=0.0, stop_reward=0.0, max_new_tokens=16),
 }
 
 
@@ -258,6 +291,7 @@ BASES = {
         {"calculator": 32, "arithmetic": 16}, steps=600, lr=3e-3, after="formats"
     ),  # until results are copied
     "hints": Base({"reverse-text": 16, "demonstrated": 32}, steps=150, lr=1e-3, after="base"),
+    "proposer-solver": Base({"proposer-solver": 24, "solved": 96}, steps=320, lr=2e-3, after="base"),
     "tiny-teacher": Base({"reverse-text": 64}, steps=150, lr=1e-3, after="base"),
 }
 
@@ -278,7 +312,9 @@ STARTS = {
     "calculator": Start("tools", ("calculator",), lr=5e-5),
     "mixed": Start("tools", ("arithmetic", "calculator"), lr=5e-5),
 }
-FOLDERS = {"base": "tiny/base", "tiny-teacher": "tiny-teacher"} | {name: f"tiny/{name}" for name in STARTS}
+FOLDERS = {"base": "tiny/base", "proposer-solver": "tiny/proposer-solver", "tiny-teacher": "tiny-teacher"} | {
+    name: f"tiny/{name}" for name in STARTS
+}
 
 
 def encode(chat: Sequence[Turn]) -> tuple[list[int], list[float]]:
@@ -327,12 +363,10 @@ class Player:
         self.waiting: list[tuple[list[int], asyncio.Future]] = []
 
     async def play(self, tasks: Sequence[Task]) -> list[Trace]:
-        """One trace for each task."""
-        traces = [Trace() for _ in tasks]
-        plays = [
-            asyncio.create_task(self.recipe.env.play(task, Agent(trace, self.renderer, self.sample)))
-            for task, trace in zip(tasks, traces, strict=True)
-        ]
+        """The traces of one episode of each task."""
+        env = self.recipe.env
+        agents = [[Agent(Trace(name), self.renderer, self.sample) for name in env.agents] for _ in tasks]
+        plays = [asyncio.create_task(env.play(task, *players)) for task, players in zip(tasks, agents, strict=True)]
         while not all(play.done() for play in plays):
             for _ in range(3):  # until every episode has ended or asked
                 await asyncio.sleep(0)
@@ -341,7 +375,7 @@ class Player:
                 for (_, future), reply in zip(waiting, self.generate([prompt for prompt, _ in waiting]), strict=True):
                     future.set_result(reply)
         await asyncio.gather(*plays)
-        return traces
+        return [agent.trace for players in agents for agent in players]
 
     async def sample(
         self, prompt_ids: list[int], turn: int, messages: list[Message], tools: list[dict] | None
@@ -365,10 +399,11 @@ class Player:
 
 @torch.no_grad()
 def sampled_reward(model: Qwen3ForCausalLM, recipe: Recipe, tasks: Sequence[Task], seed: int = 0) -> float:
-    """Mean reward of one play of each task, sampled at temperature 1."""
+    """Mean reward of one play of each task, of all agents that were asked, sampled at temperature 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return fmean(trace.reward for trace in asyncio.run(Player(model, recipe).play(tasks)))
+        traces = asyncio.run(Player(model, recipe).play(tasks))
+        return fmean(trace.reward for trace in traces if trace.reward is not None)
 
 
 def some_tasks(recipe: Recipe, split: Literal["train", "eval"], count: int, seed: int = 0) -> list[Task]:

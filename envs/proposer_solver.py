@@ -18,8 +18,8 @@ the problem as it was read (`007 + 1` as `7+1`), never the text that the propose
 
 The reward that solvers earn in training depends on what they are asked: it rises when the proposer turns to easier problems.
 Held-out tasks therefore ask no proposer. They are a fixed list of problems, drawn once from all source tasks alike, and
-`eval/proposer-solver/solver` is the share that the policy solves in n attempts each. Nothing that a proposer does can make
-them easier; it may by chance propose one of them, for which nobody is rewarded.
+`eval/proposer-solver/solver` is the share that the policy solves in n attempts each. No choice of a proposer
+changes what is asked there; a proposal may by chance be one of them, as any other problem, and then it is trained on.
 
 With n = 1, p is 0 or 1 and a proposer earns nothing.
 """
