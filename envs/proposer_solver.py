@@ -9,22 +9,23 @@ A proposer earns 1 - |2p - 1|, where p is the share of the n solvers that are ri
 all or none are, and then there is nothing to learn from the problem either. So its reward follows the solver's skill.
 
 A malformed proposal is one that is not what was asked for: other words beside the problem, too many numbers or too large ones, an
-operator that was not offered, none at all. It earns 0, as a problem that nobody or everybody solves, and no solver is
-asked: their traces stay empty, have no reward and enter no mean. The answer is computed exactly and without `eval`; solvers see
+operator that was not offered, none at all. It earns `malformed_reward`, less than a problem that nobody or everybody solves, and
+no solver is asked: their traces stay empty, have no reward and enter no mean. The answer is computed exactly and without `eval`; solvers see
 the problem as it was read (`007 + 1` as `7+1`), never the text that the proposer wrote.
 
-`env/proposer-solver/malformed` is the share of malformed proposals, and of the others `pass_rate` is the mean of p, `operators` and
-`largest` their number of operators and their largest number. They are the proposer's, and are told while it is trained.
+`env/proposer-solver/malformed` is the share of malformed proposals, and of the others `pass_rate` is the mean of p, `usefulness` that of
+1 - |2p - 1|, `operators` and `largest` their number of operators and their largest number. They are the proposer's, and are told while it is trained.
 
 The reward that solvers earn in training depends on what they are asked: it rises when the proposer turns to easier problems.
 Held-out tasks therefore ask no proposer. They are a fixed list of problems, drawn once from all source tasks alike, and
 `eval/proposer-solver/solver` is the share that the policy solves in n attempts each. No choice of a proposer
 changes what is asked there; a proposal may by chance be one of them, as any other problem, and then it is trained on.
 
-With n = 1, p is 0 or 1 and a proposer earns nothing.
+With n = 1, p is 0 or 1: a proposer is only paid for problems that can be read.
 """
 
 import asyncio
+import math
 import random
 import re
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class ProposerSolver(Env):
     """train on what the policy says as the proposer"""
     train_solver: bool = True
     """train on what the policy says as a solver"""
+    malformed_reward: float = -0.5
+    """of a proposer whose proposal is no problem"""
     surprise_bonus: float = 0.0
     """reward of a trained proposer for each nat by which its proposal was improbable: keeps it from saying always the same"""
     proposer: Player = field(default_factory=Player)
@@ -67,6 +70,8 @@ class ProposerSolver(Env):
 
     def check(self) -> None:
         """Refuse sizes that leave nothing to propose or nobody to solve it."""
+        if not (math.isfinite(self.malformed_reward) and self.malformed_reward <= 0):
+            raise ValueError(f"--env.malformed-reward {self.malformed_reward}: must be a finite number, at most 0")
         require_at_least(self, n=1, max_number=5, max_operators=1, surprise_bonus=0)
         for name, most in {"max_number": 10_000, "max_operators": 8}.items():  # what the calculator can hold
             if getattr(self, name) > most:
@@ -124,14 +129,17 @@ class ProposerSolver(Env):
             proposer.trace.reward = self._bonus(proposer)
             metrics["malformed"] = float(problem is None)
         if problem is None:
+            proposer.trace.reward += self.malformed_reward
             return
         rewards = await asyncio.gather(*[self._attempt(problem, solver) for solver in solvers])
         if proposer.trace.reward is not None:
             pass_rate = sum(rewards) / len(rewards)
-            proposer.trace.reward += 1 - abs(2 * pass_rate - 1)
+            usefulness = 1 - abs(2 * pass_rate - 1)
+            proposer.trace.reward += usefulness
             numbers = re.findall(r"\d+", problem)
             metrics |= {
                 "pass_rate": pass_rate,
+                "usefulness": usefulness,
                 "operators": len(numbers) - 1.0,
                 "largest": float(max(map(int, numbers))),
             }

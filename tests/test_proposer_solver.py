@@ -117,7 +117,7 @@ def test_a_malformed_proposal_earns_nothing_and_asks_nobody(proposal):
     if "<|im_end|>" in proposal and proposal.startswith("7+8"):
         assert ProposerSolver(max_operators=2).read(proposal, **ASKED) is None, "as text; as a token it ends the turn"
         return
-    assert proposer.reward == 0.0 and proposer.metrics == {"malformed": 1.0}
+    assert proposer.reward == -0.5 and proposer.metrics == {"malformed": 1.0}
     assert not prompts[1] and not prompts[2]
     assert all(solver.reward is None and not solver.branches and not solver.metrics for solver in solvers)
     json.dumps(proposer.messages).encode()
@@ -154,7 +154,13 @@ def test_a_proposer_earns_most_where_half_of_the_solvers_are_right(n, right, rew
     proposer, *solvers = traces
     assert [solver.reward for solver in solvers] == [1.0] * right + [0.0] * (n - right)
     assert proposer.reward == pytest.approx(reward)
-    assert proposer.metrics == {"malformed": 0.0, "pass_rate": right / n, "operators": 2.0, "largest": 12.0}
+    assert proposer.metrics == {
+        "malformed": 0.0,
+        "pass_rate": right / n,
+        "usefulness": proposer.reward,
+        "operators": 2.0,
+        "largest": 12.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -191,7 +197,7 @@ def test_a_surprise_bonus_is_the_proposal_s_improbability():
     (proposer, *_), _ = play("7*8", ["56", "0"], surprise_bonus=0.1, logprob=-0.25)
     assert proposer.reward == pytest.approx(1 + 0.1 * 0.25 * 4)
     (proposer, *_), _ = play("no", ["56"], surprise_bonus=0.1, logprob=-0.25)
-    assert proposer.reward == pytest.approx(0.1 * 0.25 * 3), (
+    assert proposer.reward == pytest.approx(0.1 * 0.25 * 3 - 0.5), (
         "a malformed one has it too: all are compared with each other"
     )
     (proposer, *_), _ = play("7*8", ["56", "0"], surprise_bonus=0.1, logprob=math.nan, train_proposer=False)
@@ -233,6 +239,7 @@ def test_flags_say_who_is_trained(flags, trained):
      (["--env.max-number", "100000"], "--env.max-number 100000: must be at most"),
      (["--env.max-operators", "0"], "--env.max-operators 0"), (["--env.max-operators", "9"], "--env.max-operators 9"),
      (["--env.surprise-bonus", "-0.1"], "--env.surprise-bonus -0.1"),
+     (["--env.malformed-reward", "0.5"], "--env.malformed-reward 0.5"), (["--env.malformed-reward", "nan"], "--env.malformed-reward nan"),
      (["--env.no-train-proposer", "--env.no-train-solver"], "no agent that is trained"),
      (["--episode-agents", "judge"], "--episode-agents judge")],
 )  # fmt: skip
@@ -276,7 +283,7 @@ def test_advantages_of_a_real_batch_are_those_by_hand(tmp_path):
         assert len(team) == 4
         rewards = [other["reward"] for other in team]
         if row["metrics"]["malformed"]:
-            assert rewards == [None] * 4 and not any(other["branches"] for other in team) and row["reward"] == 0
+            assert rewards == [None] * 4 and not any(other["branches"] for other in team) and row["reward"] == -0.5
             continue
         assert row["reward"] == 1 - abs(2 * sum(rewards) / 4 - 1)
         for other in team:
@@ -294,8 +301,8 @@ def test_advantages_of_a_real_batch_are_those_by_hand(tmp_path):
     assert held_out["eval/proposer-solver/mean"] == held_out["eval/proposer-solver/solver"]
 
 
-def test_with_one_solver_only_malformed_proposals_could_differ_and_they_do_not(tmp_path):
-    branches, metrics, _, rows = run_once(tmp_path, n=1, batch_size=16)
+def test_with_one_solver_nothing_is_learned_but_from_malformed_proposals(tmp_path):
+    branches, metrics, _, rows = run_once(tmp_path, n=1, batch_size=16, malformed_reward=0.0)
     assert {row["reward"] for row in rows if row["agent"] == "proposer"} == {0.0}
     assert not branches and metrics["rollouts/errored"] == 0
 
