@@ -72,7 +72,9 @@ class ProposerSolver(Env):
         """Refuse sizes that leave nothing to propose or nobody to solve it."""
         if not (math.isfinite(self.malformed_reward) and self.malformed_reward <= 0):
             raise ValueError(f"--env.malformed-reward {self.malformed_reward}: must be a finite number, at most 0")
-        require_at_least(self, n=1, max_number=5, max_operators=1, surprise_bonus=0)
+        if not (math.isfinite(self.surprise_bonus) and self.surprise_bonus >= 0):
+            raise ValueError(f"--env.surprise-bonus {self.surprise_bonus}: must be a finite number, at least 0")
+        require_at_least(self, n=1, max_number=5, max_operators=1)
         for name, most in {"max_number": 10_000, "max_operators": 8}.items():  # what the calculator can hold
             if getattr(self, name) > most:
                 raise ValueError(f"--env.{name.replace('_', '-')} {getattr(self, name)}: must be at most {most}")

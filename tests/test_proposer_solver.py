@@ -238,7 +238,7 @@ def test_flags_say_who_is_trained(flags, trained):
     [(["--env.n", "0"], "--env.n 0: must be at least 1"), (["--env.max-number", "4"], "--env.max-number 4"),
      (["--env.max-number", "100000"], "--env.max-number 100000: must be at most"),
      (["--env.max-operators", "0"], "--env.max-operators 0"), (["--env.max-operators", "9"], "--env.max-operators 9"),
-     (["--env.surprise-bonus", "-0.1"], "--env.surprise-bonus -0.1"),
+     (["--env.surprise-bonus", "-0.1"], "--env.surprise-bonus -0.1"), (["--env.surprise-bonus", "inf"], "--env.surprise-bonus inf"),
      (["--env.malformed-reward", "0.5"], "--env.malformed-reward 0.5"), (["--env.malformed-reward", "nan"], "--env.malformed-reward nan"),
      (["--env.no-train-proposer", "--env.no-train-solver"], "no agent that is trained"),
      (["--episode-agents", "judge"], "--episode-agents judge")],
