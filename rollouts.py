@@ -451,6 +451,8 @@ def _failed(episode: Episode) -> str | None:
     for trace in episode.traces:
         if trace.error is not None:
             return trace.error
+        if trace.reward is None and not trace.num_sampled:
+            continue  # was never asked
         if trace.trainable and (trace.reward is None or not math.isfinite(trace.reward)):
             return f"reward of {trace.agent} is {trace.reward}"
     return None

@@ -9,6 +9,7 @@ from envs.delegate import Delegate
 from envs.demonstrations import Demonstrations
 from envs.gsm8k import GSM8K
 from envs.kuhn_poker import KuhnPoker
+from envs.proposer_solver import ProposerSolver
 from envs.reasoning_gym import ReasoningGym
 from envs.reverse_text import ReverseText
 from envs.terminal import Terminal
@@ -27,6 +28,7 @@ ENVS: dict[str, type[Env]] = {
     "countdown": Countdown,
     "wordle": Wordle,
     "terminal": Terminal,
+    "proposer-solver": ProposerSolver,
 }
 
 __all__ = ["ENVS", "Agent", "Env"]

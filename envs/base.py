@@ -12,6 +12,7 @@ What a rollout counts for:
 | a reply cut at --max-new-tokens or the context | as the environment says | yes | yes | rollouts/stop_max_new_tokens, stop_context |
 | more turns than --max-turns, a conversation longer than --seq-len | what was set so far, else 0 | yes | yes | rollouts/stop_max_turns, stop_context |
 | reward None, NaN or inf | none | no | no | rollouts/errored |
+| an agent of several that was never asked | none | no | no | nowhere |
 | `play` raised, or ran past --rollout-timeout | none | no | no | rollouts/errored, stop_error, stop_timeout |
 
 More than one agent: `agents = ("player0", "player1")`, and `play(self, task, player0, player1)`. Each leaves a trace with a
