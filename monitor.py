@@ -80,7 +80,7 @@ class Monitor:
             tokens = metrics.pop(f"perf/{kind}_tokens", None)
             if tokens is not None and metrics.get(f"time/{phase}"):
                 metrics[f"perf/{kind}_tokens_per_s"] = tokens / metrics[f"time/{phase}"]
-        _write(self._metrics, {"step": step} | metrics)
+        write_row(self._metrics, {"step": step} | metrics)
         self._latest |= metrics
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
@@ -105,7 +105,7 @@ class Monitor:
     def rollouts(self, rows: list[dict[str, Any]]) -> None:
         """Append to rollouts.jsonl."""
         for row in rows:
-            _write(self._rollouts, row)
+            write_row(self._rollouts, row)
 
     def close(self) -> None:
         """Stop the live panel and close the files."""
@@ -148,7 +148,8 @@ def sparkline(values: list[float], width: int = 60) -> str:
     return "".join(BARS[round((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in values)
 
 
-def _write(file: Any, row: dict[str, Any]) -> None:
+def write_row(file: Any, row: dict[str, Any]) -> None:
+    """Write one line of JSON, at once; NaN and infinity become null."""
     file.write(json.dumps(_json_safe(row), ensure_ascii=False, default=str) + "\n")
     file.flush()
 
