@@ -269,9 +269,8 @@ if __name__ == "__main__":
     import signal
     import time
     from dataclasses import replace
-    from functools import partial
 
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # what --out holds by then is whole
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # until something is played
 
     from loading import CANNOT_LOAD, find_device, load_engine, load_renderer, quiet
 
@@ -331,50 +330,54 @@ if __name__ == "__main__":
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror}")
 
-    def record(model: str, narrator: Narrator, group: Group, rollout: int, episode: Episode) -> None:
-        narrator.count(reward_of(episode))
-        for trace in episode.traces if out else ():
-            row = row_of(0, group, episode, trace)
-            del row["step"], row["advantage"]  # there is neither
-            write_row(out, {"model": model, "rollout": rollout, "outcome": outcome(episode, args.threshold)} | row)
+    def evaluate(model: str, path: str | None, renderer: Any, client: RemoteEngine | None, players: dict) -> Report:
+        narrator = Narrator(aside, model, tasks * n)
+        try:
+            engine = client or load_engine(engine_name, path, device, dtype, args.seq_len)
+            rollouts = Rollouts(config, engine, renderer, narrator, connect=lambda player: players[astuple(player)])
+        except CANNOT_LOAD as error:
+            fail(str(error) if str(error).startswith("--") else f"--model {model}: {error}")
+        rollouts.sampling = replace(rollouts.sampling, top_k=args.top_k)
 
-    reports: list[Report] = []
-    with contextlib.closing(out) if out else contextlib.nullcontext(), runner:
-        for model, path, renderer, client, players in candidates:
-            narrator = Narrator(aside, model, tasks * n)
-            try:
-                engine = client or load_engine(engine_name, path, device, dtype, args.seq_len)
-                rollouts = Rollouts(config, engine, renderer, narrator, lambda player, of=players: of[astuple(player)])
-            except CANNOT_LOAD as error:
-                fail(str(error) if str(error).startswith("--") else f"--model {model}: {error}")
-            rollouts.sampling = replace(rollouts.sampling, top_k=args.top_k)
+        def seen(group: Group, rollout: int, episode: Episode) -> None:
+            narrator.count(reward_of(episode))
+            for trace in episode.traces if out else ():
+                row = row_of(0, group, episode, trace)
+                del row["step"], row["advantage"]  # there is neither
+                write_row(out, {"model": model, "rollout": rollout, "outcome": outcome(episode, args.threshold)} | row)
 
-            start = time.perf_counter()
-            with narrator.progress:
-                played = rollouts.play_held_out(stage, n, at_once=args.at_once, seen=partial(record, model, narrator))
-                groups = runner.run(played)
-            seconds = time.perf_counter() - start
-            # What an environment finds out by log-probs is about the model's own distribution.
-            own = client is None and args.temperature == 1
-            episodes = [episode for group in groups for episode in group.episodes]
-            measured = runner.run(rollouts.measured(stage, episodes, own))
-            rewards = [[reward_of(e) for e in group.episodes if not e.failure] for group in groups]
-            sampled = [
-                sum(trace.num_sampled for trace in e.traces if trace.trainable) for e in episodes if not e.failure
-            ]
-            reports.append(
-                Report(
-                    model,
-                    estimates(rewards, n, args.k, args.threshold, args.seed),
-                    Counter(outcome(episode, args.threshold) for episode in episodes),
-                    {name: value for name, value in measured.items() if name not in ("mean", "errored")},
-                    fmean(sampled) if sampled and getattr(engine, "speaks_tokens", True) else None,
-                    seconds,
-                )
-            )
-            engine.close()
-            for remote in (*players.values(), *([client] if client else [])):
-                runner.run(remote.disconnect())
+        start = time.perf_counter()
+        with narrator.progress:
+            groups = runner.run(rollouts.play_held_out(stage, n, at_once=args.at_once, seen=seen))
+        seconds = time.perf_counter() - start
+        # What an environment finds out by log-probs is about the model's own distribution.
+        own = client is None and args.temperature == 1
+        episodes = [episode for group in groups for episode in group.episodes]
+        measured = runner.run(rollouts.measured(stage, episodes, own))
+        engine.close()
+        for remote in (*players.values(), *([client] if client else [])):
+            runner.run(remote.disconnect())
+
+        whole = [episode for episode in episodes if not episode.failure]
+        sampled = [sum(trace.num_sampled for trace in episode.traces if trace.trainable) for episode in whole]
+        rewards = [[reward_of(episode) for episode in group.episodes if not episode.failure] for group in groups]
+        return Report(
+            model,
+            estimates(rewards, n, args.k, args.threshold, args.seed),
+            Counter(outcome(episode, args.threshold) for episode in episodes),
+            {name: value for name, value in measured.items() if name not in ("mean", "errored")},
+            fmean(sampled) if sampled and (client is None or client.speaks_tokens) else None,
+            seconds,
+        )
+
+    # Ctrl-C ends what is played as soon as the engine has answered, twice at once; what --out holds by then is whole.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with contextlib.closing(out) if out else contextlib.nullcontext(), runner:
+            reports = [evaluate(*candidate) for candidate in candidates]
+    except KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the watchdog may not have come to its own end
+        raise SystemExit(130) from None
 
     settings = f"temperature {args.temperature:g}, top-p {args.top_p:g}, top-k {args.top_k}, seed {args.seed}"
     print(f"{env_name}: a rollout passes at reward >= {args.threshold:g}; {settings}")

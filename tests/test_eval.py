@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import comb
 from statistics import fmean
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from transformers import AutoTokenizer
 from config import Config, Source, parse_beside_env
 from engines.hf import HFEngine
 from envs import ENVS
-from envs.base import Env, user
+from envs.base import Env, Player, user
 from envs.reverse_text import ReverseText
 from eval import Estimate, Evaluation, Report, bootstrap, estimates, outcome, pass_at_k, reward_of
 from monitor import Monitor
@@ -294,6 +295,37 @@ def test_errors_are_left_out_and_told(run, monkeypatch):
     assert row_of_table(shown, "avg@3") == ["-"] and row_of_table(shown, "errored") == ["9"]
     _, err, _ = run(*fragile, "--env.empty", code=2)
     assert err.splitlines()[-1] == "eval.py: --env fragile: it has no held-out tasks"
+
+
+@dataclass
+class Duel(Env):
+    """Two speak; the first wins."""
+
+    agents: ClassVar = ("player0", "player1")
+    player1: Player = field(default_factory=Player)
+
+    def tasks(self, split):
+        return [Task("a", [user("?")])]
+
+    async def play(self, task, player0, player1):
+        for player, reward in ((player0, 1.0), (player1, 0.0)):
+            await player.say(*task.prompt)
+            player.trace.reward = reward
+
+
+def test_a_served_opponent_plays_and_is_not_evaluated(run, monkeypatch):
+    monkeypatch.setitem(ENVS, "duel", Duel)
+    shown, _, _ = run("--env", "duel", "--max-new-tokens", 2)
+    assert row_of_table(shown, "avg@1") == ["0.500 [0.500, 0.500]"], "both are the model: the mean of the two"
+    server = Served()
+    opponent = ("--env.player1.model.name", "teacher", "--env.player1.model.base-url", server.url)
+    try:
+        shown, err, rows = run("--env", "duel", "--max-new-tokens", 2, *opponent)
+    finally:
+        server.close()
+    assert row_of_table(shown, "avg@1") == ["1.000 [1.000, 1.000]"] and "teacher at" in err
+    assert row_of_table(shown, "player1") == ["0.000"] and row_of_table(shown, "tokens per rollout") == ["2.0"]
+    assert rows[1]["agent"] == "player1" and rows[1]["messages"][-1]["content"] == "hi"
 
 
 def test_a_model_that_is_not_there_is_told_before_another_is_evaluated(run):
