@@ -16,7 +16,6 @@ import contextlib
 import json
 import math
 import sys
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from rich.text import Text
 
 from config import fail, parse_beside_env, require
 from envs.base import Agent, Tool, schemas_of, user
+from monitor import visible
 from traces import Message, Trace
 
 HELP = "/reset begins anew, /trace shows tokens or stops it, /quit leaves; a space before a message that begins with /"
@@ -68,22 +68,6 @@ class Chat:
         finite = self.temperature >= 0 and math.isfinite(self.temperature)
         require(finite, "temperature", self.temperature, "must be a finite number, at least 0")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
-
-
-def visible(text: str) -> str:
-    r"""The text with a sign for each character that could move a cursor, set a colour, hide or reorder what is read: controls but
-    newline and tab, separators of lines, marks of direction and invisible ones (but those that join letters and emoji), halves
-    of surrogate pairs."""
-
-    def shown(char: str) -> str:
-        code = ord(char)
-        if char in "\n\t\u200c\u200d" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-            return char
-        if code < 0x20 or code == 0x7F:
-            return chr(0x2400 + code) if code < 0x20 else "␡"
-        return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-    return "".join(map(shown, text))
 
 
 class Conversation:

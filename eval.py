@@ -32,6 +32,7 @@ from rich.text import Text
 
 from config import fail, parse_beside_env, require
 from frozen import FrozenModel, require_frozen
+from monitor import visible, write_row
 from traces import Episode
 
 RESAMPLES, LEVEL = 2000, 0.95
@@ -256,7 +257,7 @@ class Narrator:
         """Say something above the bar."""
         if once not in self._said:
             self._said.add(once)
-            self.progress.console.print(f"warning: {text}", style="yellow", markup=False)
+            self.progress.console.print(f"warning: {visible(text)}", style="yellow", markup=False)
 
 
 if __name__ == "__main__":
@@ -280,7 +281,6 @@ if __name__ == "__main__":
     from engines.remote import RemoteEngine
     from envs import ENVS
     from envs.base import served_players
-    from monitor import write_row
     from policy import model_path
     from rollouts import Group, Rollouts, Stage, row_of
 
@@ -378,6 +378,9 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, 0)  # the watchdog may not have come to its own end
         raise SystemExit(130) from None
+    finally:
+        if out and not args.out.stat().st_size:
+            args.out.unlink()  # nothing was played, so the name is free
 
     settings = f"temperature {args.temperature:g}, top-p {args.top_p:g}, top-k {args.top_k}, seed {args.seed}"
     print(f"{env_name}: a rollout passes at reward >= {args.threshold:g}; {settings}")

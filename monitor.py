@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import time
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -53,13 +54,13 @@ class Monitor:
 
     def note(self, text: str) -> None:
         """Say something once, above the live panel."""
-        self.console.print(text, markup=False)
+        self.console.print(visible(text), markup=False)
 
     def warn(self, text: str, once: str | None = None) -> None:
         """Warn; with `once`, only the first time for that key."""
         if once is None or once not in self._warned:
             self._warned.add(once or "")
-            self.console.print(f"warning: {text}", style="yellow", markup=False)
+            self.console.print(f"warning: {visible(text)}", style="yellow", markup=False)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -135,6 +136,22 @@ class Monitor:
 def _worth_showing(metrics: dict[str, float], name: str) -> bool:
     """A component of the loss that is 0 is one that the run does not use."""
     return name in metrics and (metrics[name] != 0 or not name.startswith("loss/"))
+
+
+def visible(text: str) -> str:
+    r"""The text with a sign for each character that could move a cursor, set a colour, hide or reorder what is read: controls but
+    newline and tab, separators of lines, marks of direction and invisible ones (but those that join letters and emoji), halves
+    of surrogate pairs."""
+
+    def shown(char: str) -> str:
+        code = ord(char)
+        if char in "\n\t\u200c\u200d" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            return char
+        if code < 0x20 or code == 0x7F:
+            return chr(0x2400 + code) if code < 0x20 else "␡"
+        return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+    return "".join(map(shown, text))
 
 
 def sparkline(values: list[float], width: int = 60) -> str:

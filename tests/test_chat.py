@@ -12,12 +12,13 @@ import unicodedata
 import pytest
 from rich.console import Console
 
-from chat import Chat, Conversation, visible
+from chat import Chat, Conversation
 from config import parse_beside_env
 from engines.base import Completion, Sampling
 from envs.base import Tool
 from envs.calculator import TOOL, Calculator
 from make_tiny import EOS, make_tokenizer, text_ids
+from monitor import visible
 from renderers import make_renderer
 from tests.conftest import ROOT
 

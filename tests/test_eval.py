@@ -276,7 +276,7 @@ class Fragile(Env):
         self.played += 1
         await agent.say(*task.prompt)
         if self.broken or (task.key == "1" and self.played % 3 == 0):
-            raise RuntimeError("a wall [bold]fell[/]")
+            raise RuntimeError("a wall [bold]fell[/]\x1b[2J")
         agent.trace.reward = True
 
 
@@ -290,7 +290,7 @@ def test_errors_are_left_out_and_told(run, monkeypatch):
         "tiny: errored, and left out of their tasks' n: 1 of 9 rollouts" in shown
         and "of 3 tasks, pass@3 is over 2" in shown
     )
-    assert "a wall [bold]fell[/]" in err
+    assert "a wall [bold]fell[/]␛[2J" in err and "\x1b" not in err
     shown, _, _ = run(*fragile, "--env.broken", code=1)
     assert row_of_table(shown, "avg@3") == ["-"] and row_of_table(shown, "errored") == ["9"]
     _, err, _ = run(*fragile, "--env.empty", code=2)
