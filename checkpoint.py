@@ -111,7 +111,7 @@ def load(folder: Path, policy: Policy) -> Snapshot:
     """
     reason = problem(folder)
     if reason:
-        raise ValueError(f"{folder}: {reason}{_offer(folder)}")
+        raise ValueError(f"--resume-from {folder}: {reason}{_offer(folder)}")
     state = json.loads((folder / "state.json").read_text())
     policy.prepare_moments(state["updates"])
     try:
@@ -119,7 +119,9 @@ def load(folder: Path, policy: Policy) -> Snapshot:
             warnings.simplefilter("ignore")
             dcp.load(policy.tensors(), storage_reader=dcp.HuggingFaceStorageReader(str(folder / "trainer")))
     except (CheckpointException, RuntimeError, ValueError) as error:
-        raise ValueError(f"{folder}: it is not of this --model ({str(error).strip().splitlines()[-1][:200]})") from None
+        raise ValueError(
+            f"--resume-from {folder}: it is not of this --model ({str(error).strip().splitlines()[-1][:200]})"
+        ) from None
     restore_generators(state["generators"])
     tensors = load_file(folder / "branches.safetensors")
     ahead = state["ahead"]

@@ -355,18 +355,8 @@ class Config(Run):
                 f"--top-p {self.top_p:g}: the sampler draws from a cut distribution that the trainer does not have; mismatch KL will not be 0"
             )
         for source in self.sources:
-            agents = source.env.agents
-            require(
-                bool(agents) and isinstance(agents, tuple),
-                "env",
-                type(source.env).__name__,
-                f"its `agents` must be a tuple of at least one name, not {agents!r}",
-            )
+            check_env(source.env)
             trained = trained_agents(source.env)
-            require(bool(trained), "env", name_of(ENVS, source.env), "the policy plays no agent that is trained")
-            for flag, model in served_players(source.env):
-                agent = flag.split(".")[1]
-                require_frozen(f"--env.{agent}", flag, "that player", model, "leave it out, the policy is who plays")
             if self.batch_size and source.group_size * len(trained) > self.batch_size:
                 warnings.append(
                     f"--group-size {source.group_size}: one group gives more rollouts than --batch-size {self.batch_size}, so the rest waits and is trained on when it is old"
@@ -375,7 +365,6 @@ class Config(Run):
             require(
                 source.ratio > 0 and math.isfinite(source.ratio), "ratio", source.ratio, "must be a positive number"
             )
-            source.env.check()
             source.sampler.check()
             for gate in source.gates.values():
                 gate.check()
@@ -451,6 +440,21 @@ class Config(Run):
         return "\n".join(lines)
 
 
+def check_env(env: Env) -> None:
+    """Raise ValueError, naming the option, for an environment that can not be played as it is configured."""
+    require(
+        bool(env.agents) and isinstance(env.agents, tuple),
+        "env",
+        type(env).__name__,
+        f"its `agents` must be a tuple of at least one name, not {env.agents!r}",
+    )
+    require(bool(trained_agents(env)), "env", name_of(ENVS, env), "the policy plays no agent that is trained")
+    for flag, model in served_players(env):
+        agent = flag.split(".")[1]
+        require_frozen(f"--env.{agent}", flag, "that player", model, "leave it out, the policy is who plays")
+    env.check()
+
+
 def config_class(classes: dict[str, type], name: str) -> type:
     """The dataclass with the knobs of the algorithm, environment or loss of that name."""
     return getattr(classes[name], "Config", classes[name])
@@ -517,7 +521,7 @@ def require(condition: bool, name: str, value: Any, rule: str) -> None:
 
 def fail(message: str) -> NoReturn:
     """End with exit code 2 and one message."""
-    print(f"train.py: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -564,15 +568,7 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
     run = Run(**{f.name: getattr(base, f.name) for f in dataclasses.fields(Run)})
     flags["run"] = Annotated[Run, tyro.conf.arg(name="")], run
 
-    _refuse_foreign_options(args, flags, several)
-    fields = [
-        (name, kind, *([] if default is REQUIRED else [field(default_factory=lambda value=default: value)]))
-        for name, (kind, default) in flags.items()
-    ]
-    command_line = dataclasses.make_dataclass("nanopost", fields, kw_only=True)
-    parsed = tyro.cli(
-        command_line, args=args, prog="train.py", description="RL post-training for language models.", registry=TABLES
-    )
+    parsed = _read_flags(flags, args, "RL post-training for language models.", several)
     try:
         sources = base.sources
         if not several:
@@ -599,6 +595,44 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
         what = "model" if config.model != began.model else "environments and algorithms"
         fail(f"--resume: the run {config.name} has other {what}; --resume-from begins a new run from its checkpoint")
     return config, notes + [f"warning: {warning}" for warning in warnings]
+
+
+def parse_beside_env(args: Sequence[str], knobs: type, env: str | None, description: str) -> tuple[Any, Env | None]:
+    """(knobs, environment) that the command line of another script asks for: a dataclass whose fields stand at the top level, and
+    `--env` with its own; `env` is the default. Both are checked, and mistakes end as in `parse`."""
+    asked = asked_for(args, "env")
+    if asked and asked not in ENVS:
+        fail(f"--env {asked}: choose one of {', '.join(ENVS)}")
+    chosen = asked or env
+    names = Literal[tuple(ENVS)] if env else Literal[tuple(ENVS)] | None
+    flags = {
+        "env": (Annotated[names, tyro.conf.arg(help=HELP["env"])], chosen),
+        "knobs": (Annotated[knobs, tyro.conf.arg(name="")], knobs()),
+    }
+    if chosen:
+        env_class = config_class(ENVS, chosen)
+        default = REQUIRED if _needs_values(env_class) else env_class()
+        flags["env_knobs"] = Annotated[env_class, tyro.conf.arg(name="env")], default
+    parsed = _read_flags(flags, args, description)
+    played = parsed.env_knobs if chosen else None
+    try:
+        parsed.knobs.check()
+        if played is not None:
+            check_env(played)
+    except ValueError as error:
+        fail(str(error))
+    return parsed.knobs, played
+
+
+def _read_flags(flags: dict[str, tuple[Any, Any]], args: Sequence[str], description: str, several: bool = False) -> Any:
+    """An object with a field for each of `flags`, name -> (annotated type, default), as the command line sets it."""
+    _refuse_foreign_options(args, flags, several)
+    fields = [
+        (name, kind, *([] if default is REQUIRED else [field(default_factory=lambda value=default: value)]))
+        for name, (kind, default) in flags.items()
+    ]
+    command_line = dataclasses.make_dataclass("nanopost", fields, kw_only=True)
+    return tyro.cli(command_line, args=args, prog=Path(sys.argv[0]).name, description=description, registry=TABLES)
 
 
 WORDS = {"true": True, "false": False, "none": None}
@@ -721,6 +755,8 @@ def _refuse_foreign_options(args: Sequence[str], flags: dict[str, tuple[Any, Any
         if not flag.startswith("--") or flag in known:
             continue
         for kind, classes in CHOICES.items():
+            if kind not in flags and not several:
+                continue  # this script has no such choice
             prefix = "" if kind == "algo" else f"{kind}."
             owners = [name for name in classes if flag in _options_of(config_class(classes, name), prefix)]
             if owners and several and kind in SOURCE_CHOICES:

@@ -24,26 +24,18 @@ if __name__ == "__main__":
     # Heavy imports wait until the command line is known to be right, so that --help and mistakes are answered at once.
     import asyncio
     import contextlib
-    import os
     import shutil
     import signal
     from dataclasses import astuple
 
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # until there is a run to end well
 
-    # Waiting threads must not spin: beside one other busy process that made a step 15 times slower on two cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import torch
-    import transformers
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoTokenizer
+    from loading import CANNOT_LOAD, find_device, load_engine, load_renderer, quiet
 
+    quiet()
     from checkpoint import Snapshot, generator_states, load, newest_whole, save
     from config import name_of
     from engines import choose_engine
-    from engines.hf import HFEngine
     from engines.remote import RemoteEngine
     from envs import ENVS
     from limits import Stop
@@ -51,11 +43,7 @@ if __name__ == "__main__":
     from monitor import Monitor, cut_records
     from packing import pack
     from policy import OptimizerConfig, Policy, model_path
-    from renderers import make_renderer, resolve_name
     from rollouts import Rollouts, RunStopped
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
     # A name is used once: two runs in one folder would be one unreadable curve.
     run_dir = config.runs_dir / config.name
@@ -70,21 +58,13 @@ if __name__ == "__main__":
     print("\n".join([*notes, config.words()]), flush=True)
 
     runner = asyncio.Runner()
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        fail(f"--device {config.device}: PyTorch {torch.__version__} sees no CUDA device; take --device cpu")
-    dtype = getattr(
-        torch, config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
-    )
     try:
+        device, dtype = find_device(config.device, config.dtype)
         engine_name, why = choose_engine(config.engine, device, config.temperature)
         rl_loss = make_rl_loss(**config.to_dict()["loss"])
         path = model_path(config.model, name_of(ENVS, config.sources[0].env))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model_type = AutoConfig.from_pretrained(path).model_type
-        renderer_name, reason = resolve_name(config.renderer, tokenizer, model_type)
         options = {"thinking_retention": config.thinking_retention} | config.renderer_args
-        renderer = make_renderer(renderer_name, tokenizer, model_type, **options)
+        renderer, renderer_words = load_renderer(path, config.renderer, **options)
 
         # Models that are served elsewhere are asked first: what is wrong with them shows before anything heavy is loaded.
         served: dict[tuple, RemoteEngine] = {}
@@ -104,17 +84,14 @@ if __name__ == "__main__":
             config.offload_optimizer,
         )
         snapshot = load(start, policy) if start else Snapshot(0)
-        if engine_name == "vllm":
-            from engines.vllm import VLLMEngine
-
-            engine = VLLMEngine(
-                path, device, dtype, config.seq_len, config.head_size, policy.moment_bytes, config.sleep_level
-            )
-            why += f"; {engine.memory_share:.0%} of the GPU's memory while it samples" if engine.memory_share else ""
-        else:
-            engine = HFEngine(path, device, dtype, max_context=config.seq_len)
-    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
-        # Ours name their option; the others are what transformers raises for a folder that holds no whole model.
+        beside = {
+            "top_logprobs": config.head_size,
+            "reserved_bytes": policy.moment_bytes,
+            "sleep_level": config.sleep_level,
+        }
+        engine = load_engine(engine_name, path, device, dtype, config.seq_len, **beside)
+        why += f"; {engine.memory_share:.0%} of the GPU's memory while it samples" if engine.memory_share else ""
+    except CANNOT_LOAD as error:
         fail(str(error) if str(error).startswith("--") else f"--model {config.model}: {error}")
 
     def give_up() -> None:
@@ -126,9 +103,7 @@ if __name__ == "__main__":
         cut_records(run_dir, snapshot.sizes)
     monitor = Monitor(run_dir, config.steps)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
-    monitor.note(
-        f"model {path} on {device} in {dtype}; engine {engine_name} ({why}); renderer {renderer_name} ({reason}); run {run_dir}"
-    )
+    monitor.note(f"model {path} on {device} in {dtype}; engine {engine_name} ({why}); {renderer_words}; run {run_dir}")
     try:
         rollouts = Rollouts(config, engine, renderer, monitor, connect=lambda model: served[astuple(model)])
         if start:
@@ -137,13 +112,8 @@ if __name__ == "__main__":
             monitor.note(f"goes on from {start}, after step {snapshot.step}")
     except ValueError as error:
         give_up()
-        fail(
-            f"{start}: {error}"
-            if start
-            else str(error)
-            if str(error).startswith("--")
-            else f"--env {name_of(ENVS, config.sources[0].env)}: {error}"
-        )
+        culprit = f"--resume-from {start}" if start else f"--env {name_of(ENVS, config.sources[0].env)}"
+        fail(str(error) if str(error).startswith("--") else f"{culprit}: {error}")
 
     stop = Stop(config.grace, monitor.note)
 
@@ -153,7 +123,7 @@ if __name__ == "__main__":
         return Snapshot(step, rollouts.state_dict(), waiting, ahead, monitor.sizes(), generator_states())
 
     def save_checkpoint() -> None:
-        folder = save(run_dir / "checkpoints", snapshot, policy, tokenizer, config.keep)
+        folder = save(run_dir / "checkpoints", snapshot, policy, renderer.tokenizer, config.keep)
         if stop.asked:
             monitor.note(f"saved {folder}; go on with: python train.py --name {config.name} --resume")
 

@@ -20,7 +20,8 @@ reward of its own. All of them are the policy, until the environment says otherw
 `player1: Player` makes `--env.player1.model.name` and `--env.player1.model.base-url` bind that one to a served model.
 
 Tools: `agent.say(..., tools=[tool.schema])` shows them, `await agent.answer_calls(reply, tool)` gives the messages to say next;
-several at once, if they await something.
+several at once, if they await something. An environment whose tools are there before an episode begins names them in `tools()`;
+chat.py offers them.
 `agent.subagent()` begins a conversation of its own inside the same trace, `await agent.compact(...)` goes on from a summary.
 """
 
@@ -63,11 +64,13 @@ async def together(*coroutines: Awaitable[Any]) -> list[Any]:
 @dataclass(frozen=True)
 class Tool:
     """Something that a model may call. `function` takes the call's arguments by name and returns (or awaits) the tool's answer;
-    it raises ValueError for arguments that it can not understand. parameters: JSON schemas by name, all of them required."""
+    it raises ValueError for arguments that it can not understand. parameters: JSON schemas by name, all of them required.
+    shown: whether the model reads of it in its prompt; one that was taught the tool need not."""
 
     function: Callable[..., str | Awaitable[str]]
     description: str
     parameters: dict[str, dict[str, Any]]
+    shown: bool = True
 
     @property
     def name(self) -> str:
@@ -80,6 +83,11 @@ class Tool:
         parameters = {"type": "object", "properties": self.parameters, "required": list(self.parameters)}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
+
+
+def schemas_of(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
+    """What `Agent.say` takes to show these tools; None where there is nothing to show."""
+    return [tool.schema for tool in tools if tool.shown] or None
 
 
 JSON_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
@@ -264,6 +272,10 @@ class Env:
     async def play(self, task: Task, *agents: Agent) -> None:
         """Play one episode with one agent for each name in `agents`, and set the reward of their traces."""
         raise TypeError(f"{type(self).__name__} does not say how it is played")
+
+    def tools(self) -> list[Tool]:
+        """What the model may call in every episode, where that is known before one begins."""
+        return []
 
     def player(self, agent: str) -> FrozenModel | Script | None:
         """Who speaks for an agent: None = the live policy, a served model, or a function (messages, rng) -> text."""
