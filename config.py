@@ -203,6 +203,17 @@ class Run:
     seed: int = 0
     """order of tasks and sampling; on the CPU the same seed gives the same run to the bit"""
 
+    save_every: int = 50
+    """steps between checkpoints (also at the end, and when the run is stopped); 0: never"""
+    keep: int = 2
+    """checkpoints that are kept, the newest ones"""
+    resume: bool = False
+    """go on with the run of this name from its newest checkpoint, exactly; its own configuration is the default for flags"""
+    resume_from: Path | None = None
+    """begin from this checkpoint of another run, e.g. runs/a/checkpoints/step_50: its weights, moments, step and curriculum"""
+    grace: float = 60.0
+    """seconds that a stopped run (Ctrl-C, SIGTERM) has to end its step before it is saved as it was after the one before"""
+
     runs_dir: Path = Path("runs")
     """where runs are written"""
     name: str | None = None
@@ -292,13 +303,15 @@ class Config(Run):
             "warmup_steps": 0,
             "eval_every": 0,
             "eval_samples": 1,
+            "save_every": 0,
+            "keep": 1,
             "weight_decay": 0,
             "final_lr": 0,
         }
         for name, minimum in least.items():
             value = getattr(self, name)
             require(value is None or value >= minimum, name, value, f"must be at least {minimum}")
-        for name in ("temperature", "lr", "max_grad_norm", "rollout_timeout"):
+        for name in ("temperature", "lr", "max_grad_norm", "rollout_timeout", "grace"):
             value = getattr(self, name)
             require(value is None or (value > 0 and math.isfinite(value)), name, value, "must be a positive number")
         for name in ("weight_decay", "final_lr"):
@@ -324,6 +337,13 @@ class Config(Run):
             oldest,
             "must be at least 1 with --overlap, which trains one step late" if self.overlap else "must be at least 0",
         )
+        require(not self.resume or self.name is not None, "resume", "", "needs the --name of the run that it continues")
+        require(
+            not (self.resume and self.resume_from),
+            "resume_from",
+            self.resume_from,
+            "begins a new run; leave --resume out",
+        )
         require(bool(self.sources), "sources", self.sources, "must hold at least one Source")
         for knob, value in vars(self.loss).items():
             wrong = isinstance(value, int | float) and not (value >= 0 and math.isfinite(value))
@@ -335,18 +355,8 @@ class Config(Run):
                 f"--top-p {self.top_p:g}: the sampler draws from a cut distribution that the trainer does not have; mismatch KL will not be 0"
             )
         for source in self.sources:
-            agents = source.env.agents
-            require(
-                bool(agents) and isinstance(agents, tuple),
-                "env",
-                type(source.env).__name__,
-                f"its `agents` must be a tuple of at least one name, not {agents!r}",
-            )
+            check_env(source.env)
             trained = trained_agents(source.env)
-            require(bool(trained), "env", name_of(ENVS, source.env), "the policy plays no agent that is trained")
-            for flag, model in served_players(source.env):
-                agent = flag.split(".")[1]
-                require_frozen(f"--env.{agent}", flag, "that player", model, "leave it out, the policy is who plays")
             if self.batch_size and source.group_size * len(trained) > self.batch_size:
                 warnings.append(
                     f"--group-size {source.group_size}: one group gives more rollouts than --batch-size {self.batch_size}, so the rest waits and is trained on when it is old"
@@ -355,7 +365,6 @@ class Config(Run):
             require(
                 source.ratio > 0 and math.isfinite(source.ratio), "ratio", source.ratio, "must be a positive number"
             )
-            source.env.check()
             source.sampler.check()
             for gate in source.gates.values():
                 gate.check()
@@ -389,6 +398,7 @@ class Config(Run):
         """JSON types; algorithm, environment and loss carry their name. `from_dict` reads it back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Run)} | {
             "runs_dir": str(self.runs_dir),
+            "resume_from": None if self.resume_from is None else str(self.resume_from),
             "betas": list(self.betas),
         }
         values["loss"] = _named(LOSSES, self.loss)
@@ -411,7 +421,12 @@ class Config(Run):
             )
             for source in values["sources"]
         ]
-        other = {"runs_dir": Path(values["runs_dir"]), "betas": tuple(values["betas"])}
+        start = values.get("resume_from")
+        other = {
+            "runs_dir": Path(values["runs_dir"]),
+            "resume_from": None if start is None else Path(start),
+            "betas": tuple(values["betas"]),
+        }
         return cls(**values | other | {"loss": _rebuilt(LOSSES, values["loss"]), "sources": sources})
 
     def words(self) -> str:
@@ -423,6 +438,21 @@ class Config(Run):
                 f"{name_of(ENVS, source.env)}: {algorithm}, groups of {source.group_size}; sampled tokens feed {ALGORITHMS[algorithm].action_loss}"
             )
         return "\n".join(lines)
+
+
+def check_env(env: Env) -> None:
+    """Raise ValueError, naming the option, for an environment that can not be played as it is configured."""
+    require(
+        bool(env.agents) and isinstance(env.agents, tuple),
+        "env",
+        type(env).__name__,
+        f"its `agents` must be a tuple of at least one name, not {env.agents!r}",
+    )
+    require(bool(trained_agents(env)), "env", name_of(ENVS, env), "the policy plays no agent that is trained")
+    for flag, model in served_players(env):
+        agent = flag.split(".")[1]
+        require_frozen(f"--env.{agent}", flag, "that player", model, "leave it out, the policy is who plays")
+    env.check()
 
 
 def config_class(classes: dict[str, type], name: str) -> type:
@@ -491,7 +521,7 @@ def require(condition: bool, name: str, value: Any, rule: str) -> None:
 
 def fail(message: str) -> NoReturn:
     """End with exit code 2 and one message."""
-    print(f"train.py: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -503,6 +533,9 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
     args, notes = list(args), []
     from_a_file = bool(args) and not args[0].startswith("-")
     base = read_config_file(args.pop(0)) if from_a_file else Config()
+    began = _run_to_resume(args)
+    if began is not None and not from_a_file:
+        base, from_a_file = dataclasses.replace(began, resume_from=None), True
     source, several = base.sources[0], len(base.sources) > 1
     given = {kind: getattr(source, kind) for kind in SOURCE_CHOICES} | {"loss": base.loss}
 
@@ -535,15 +568,7 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
     run = Run(**{f.name: getattr(base, f.name) for f in dataclasses.fields(Run)})
     flags["run"] = Annotated[Run, tyro.conf.arg(name="")], run
 
-    _refuse_foreign_options(args, flags, several)
-    fields = [
-        (name, kind, *([] if default is REQUIRED else [field(default_factory=lambda value=default: value)]))
-        for name, (kind, default) in flags.items()
-    ]
-    command_line = dataclasses.make_dataclass("nanopost", fields, kw_only=True)
-    parsed = tyro.cli(
-        command_line, args=args, prog="train.py", description="RL post-training for language models.", registry=TABLES
-    )
+    parsed = _read_flags(flags, args, "RL post-training for language models.", several)
     try:
         sources = base.sources
         if not several:
@@ -566,7 +591,48 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
         fail(str(error))
     except (TypeError, AttributeError) as error:
         fail(f"the config file holds a value of a wrong type: {error}")
+    if began is not None and (config.model, config.sources) != (began.model, began.sources):
+        what = "model" if config.model != began.model else "environments and algorithms"
+        fail(f"--resume: the run {config.name} has other {what}; --resume-from begins a new run from its checkpoint")
     return config, notes + [f"warning: {warning}" for warning in warnings]
+
+
+def parse_beside_env(args: Sequence[str], knobs: type, env: str | None, description: str) -> tuple[Any, Env | None]:
+    """(knobs, environment) that the command line of another script asks for: a dataclass whose fields stand at the top level, and
+    `--env` with its own; `env` is the default. Both are checked, and mistakes end as in `parse`."""
+    asked = asked_for(args, "env")
+    if asked and asked not in ENVS:
+        fail(f"--env {asked}: choose one of {', '.join(ENVS)}")
+    chosen = asked or env
+    names = Literal[tuple(ENVS)] if env else Literal[tuple(ENVS)] | None
+    flags = {
+        "env": (Annotated[names, tyro.conf.arg(help=HELP["env"])], chosen),
+        "knobs": (Annotated[knobs, tyro.conf.arg(name="")], knobs()),
+    }
+    if chosen:
+        env_class = config_class(ENVS, chosen)
+        default = REQUIRED if _needs_values(env_class) else env_class()
+        flags["env_knobs"] = Annotated[env_class, tyro.conf.arg(name="env")], default
+    parsed = _read_flags(flags, args, description)
+    played = parsed.env_knobs if chosen else None
+    try:
+        parsed.knobs.check()
+        if played is not None:
+            check_env(played)
+    except ValueError as error:
+        fail(str(error))
+    return parsed.knobs, played
+
+
+def _read_flags(flags: dict[str, tuple[Any, Any]], args: Sequence[str], description: str, several: bool = False) -> Any:
+    """An object with a field for each of `flags`, name -> (annotated type, default), as the command line sets it."""
+    _refuse_foreign_options(args, flags, several)
+    fields = [
+        (name, kind, *([] if default is REQUIRED else [field(default_factory=lambda value=default: value)]))
+        for name, (kind, default) in flags.items()
+    ]
+    command_line = dataclasses.make_dataclass("nanopost", fields, kw_only=True)
+    return tyro.cli(command_line, args=args, prog=Path(sys.argv[0]).name, description=description, registry=TABLES)
 
 
 WORDS = {"true": True, "false": False, "none": None}
@@ -628,6 +694,18 @@ def read_config_file(path: str) -> Config:
     return config
 
 
+def _run_to_resume(args: Sequence[str]) -> Config | None:
+    """The configuration of the run that --resume continues, if it has begun."""
+    name, runs_dir = asked_for(args, "name"), asked_for(args, "runs-dir") or asked_for(args, "runs_dir") or Run.runs_dir
+    if "--resume" not in args or name is None:
+        return None
+    path = Path(runs_dir) / name / "config.json"
+    try:
+        return Config.from_dict(json.loads(path.read_text())) if path.exists() else None
+    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        fail(f"--resume: {path} is no configuration of this version: {type(error).__name__}: {error}")
+
+
 def asked_for(args: Sequence[str], name: str) -> str | None:
     """The last value of --name on the command line."""
     asked = None
@@ -677,6 +755,8 @@ def _refuse_foreign_options(args: Sequence[str], flags: dict[str, tuple[Any, Any
         if not flag.startswith("--") or flag in known:
             continue
         for kind, classes in CHOICES.items():
+            if kind not in flags and not several:
+                continue  # this script has no such choice
             prefix = "" if kind == "algo" else f"{kind}."
             owners = [name for name in classes if flag in _options_of(config_class(classes, name), prefix)]
             if owners and several and kind in SOURCE_CHOICES:

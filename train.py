@@ -24,41 +24,33 @@ if __name__ == "__main__":
     # Heavy imports wait until the command line is known to be right, so that --help and mistakes are answered at once.
     import asyncio
     import contextlib
-    import os
     import shutil
     import signal
     from dataclasses import astuple
 
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # until there is a run to end well
 
-    # Waiting threads must not spin: beside one other busy process that made a step 15 times slower on two cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import torch
-    import transformers
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoTokenizer
+    from loading import CANNOT_LOAD, find_device, load_engine, load_renderer, quiet
 
+    quiet()
+    from checkpoint import Snapshot, generator_states, load, newest_whole, save
     from config import name_of
     from engines import choose_engine
-    from engines.hf import HFEngine
     from engines.remote import RemoteEngine
     from envs import ENVS
+    from limits import Stop
     from losses import as_scalars, compute_loss, make_rl_loss, merge, summarize
-    from monitor import Monitor
+    from monitor import Monitor, cut_records
     from packing import pack
     from policy import OptimizerConfig, Policy, model_path
-    from renderers import make_renderer, resolve_name
     from rollouts import Rollouts, RunStopped
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
     # A name is used once: two runs in one folder would be one unreadable curve.
     run_dir = config.runs_dir / config.name
-    if run_dir.exists():
-        fail(f"--name {config.name}: {run_dir} exists; choose another name")
+    if run_dir.exists() and not config.resume:
+        fail(f"--name {config.name}: {run_dir} exists; choose another name, or --resume it")
+    start, damaged = newest_whole(run_dir / "checkpoints") if config.resume else (config.resume_from, [])
+    notes += [f"warning: passed over {reason}" for reason in damaged]
     try:
         config.runs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,21 +58,13 @@ if __name__ == "__main__":
     print("\n".join([*notes, config.words()]), flush=True)
 
     runner = asyncio.Runner()
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        fail(f"--device {config.device}: PyTorch {torch.__version__} sees no CUDA device; take --device cpu")
-    dtype = getattr(
-        torch, config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
-    )
     try:
+        device, dtype = find_device(config.device, config.dtype)
         engine_name, why = choose_engine(config.engine, device, config.temperature)
         rl_loss = make_rl_loss(**config.to_dict()["loss"])
         path = model_path(config.model, name_of(ENVS, config.sources[0].env))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model_type = AutoConfig.from_pretrained(path).model_type
-        renderer_name, reason = resolve_name(config.renderer, tokenizer, model_type)
         options = {"thinking_retention": config.thinking_retention} | config.renderer_args
-        renderer = make_renderer(renderer_name, tokenizer, model_type, **options)
+        renderer, renderer_words = load_renderer(path, config.renderer, **options)
 
         # Models that are served elsewhere are asked first: what is wrong with them shows before anything heavy is loaded.
         served: dict[tuple, RemoteEngine] = {}
@@ -99,39 +83,49 @@ if __name__ == "__main__":
             config.checkpoint_activations,
             config.offload_optimizer,
         )
-        if engine_name == "vllm":
-            from engines.vllm import VLLMEngine
-
-            engine = VLLMEngine(
-                path, device, dtype, config.seq_len, config.head_size, policy.moment_bytes, config.sleep_level
-            )
-            why += f"; {engine.memory_share:.0%} of the GPU's memory while it samples" if engine.memory_share else ""
-        else:
-            engine = HFEngine(path, device, dtype, max_context=config.seq_len)
-    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
-        # Ours name their option; the others are what transformers raises for a folder that holds no whole model.
+        snapshot = load(start, policy) if start else Snapshot(0)
+        beside = {
+            "top_logprobs": config.head_size,
+            "reserved_bytes": policy.moment_bytes,
+            "sleep_level": config.sleep_level,
+        }
+        engine = load_engine(engine_name, path, device, dtype, config.seq_len, **beside)
+        why += f"; {engine.memory_share:.0%} of the GPU's memory while it samples" if engine.memory_share else ""
+    except CANNOT_LOAD as error:
         fail(str(error) if str(error).startswith("--") else f"--model {config.model}: {error}")
+
+    def give_up() -> None:
+        """A run that never began leaves its name free."""
+        if not config.resume:
+            shutil.rmtree(run_dir)
+
+    if config.resume:  # what was written after the checkpoint will be written again
+        cut_records(run_dir, snapshot.sizes)
     monitor = Monitor(run_dir, config.steps)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
-    monitor.note(
-        f"model {path} on {device} in {dtype}; engine {engine_name} ({why}); renderer {renderer_name} ({reason}); run {run_dir}"
-    )
+    monitor.note(f"model {path} on {device} in {dtype}; engine {engine_name} ({why}); {renderer_words}; run {run_dir}")
     try:
         rollouts = Rollouts(config, engine, renderer, monitor, connect=lambda model: served[astuple(model)])
+        if start:
+            rollouts.load_state_dict(snapshot.state)
+            rollouts.queue.waiting = snapshot.waiting
+            monitor.note(f"goes on from {start}, after step {snapshot.step}")
     except ValueError as error:
-        shutil.rmtree(run_dir)
-        fail(str(error) if str(error).startswith("--") else f"--env {name_of(ENVS, config.sources[0].env)}: {error}")
+        give_up()
+        culprit = f"--resume-from {start}" if start else f"--env {name_of(ENVS, config.sources[0].env)}"
+        fail(str(error) if str(error).startswith("--") else f"{culprit}: {error}")
 
-    # Ctrl-C once finishes the step that is running; twice stops at once.
-    stopping: list[int] = []
+    stop = Stop(config.grace, monitor.note)
 
-    def stop(number: int, frame: object) -> None:
-        if stopping:
-            raise KeyboardInterrupt
-        stopping.append(number)
-        monitor.note("stopping after this step (once more to stop at once)")
+    def take(step: int, ahead: tuple | None) -> Snapshot:
+        """What the run would go on from after this step."""
+        waiting = list(rollouts.queue.waiting)
+        return Snapshot(step, rollouts.state_dict(), waiting, ahead, monitor.sizes(), generator_states())
 
-    signal.signal(signal.SIGINT, stop)
+    def save_checkpoint() -> None:
+        folder = save(run_dir / "checkpoints", snapshot, policy, renderer.tokenizer, config.keep)
+        if stop.asked:
+            monitor.note(f"saved {folder}; go on with: python train.py --name {config.name} --resume")
 
     def is_eval_step(step: int) -> bool:
         return config.eval_every > 0 and (step % config.eval_every == 0 or step == config.steps)
@@ -142,21 +136,22 @@ if __name__ == "__main__":
             try:
                 runner.run(rollouts.setup())
             except (ValueError, RunStopped) as error:
-                shutil.rmtree(run_dir)  # a run that never began leaves its name free
+                give_up()
                 fail(str(error))
             engine.sleep()  # weights always arrive while the engine holds nothing else: on a GPU there is no room for both
-            engine.load_weights(policy.weights(), version=0)
-            if is_eval_step(0):
+            engine.load_weights(policy.weights(), version=snapshot.step)
+            if not start and is_eval_step(0):
                 monitor.log(0, runner.run(rollouts.evaluate(0)))
+            trained, ahead, out_of_rollouts = snapshot.step, snapshot.ahead, None
+            snapshot = take(trained, ahead)
 
-            ahead = out_of_rollouts = None
-            for step in range(1, config.steps + 1):
+            for step in range(snapshot.step + 1, config.steps + 1):
                 # Rollouts come from the engine; credit is assigned, and rollouts without a signal are dropped, in here.
                 branches, metrics = ahead or runner.run(rollouts.collect(step))
                 # With overlap the next batch is sampled before this one changes the weights: the order of events of ranks
                 # that sample while others train.
                 ahead = None
-                if config.overlap and step < config.steps and not stopping:
+                if config.overlap and step < config.steps and not stop.asked:
                     try:
                         ahead = runner.run(rollouts.collect(step + 1))
                     except RunStopped as error:
@@ -175,7 +170,9 @@ if __name__ == "__main__":
                         loss.backward()
                         summaries.append(summary | {"entropy/mean": summarize(entropy[micro_batch.loss_mask])})
                     if micro_batches:
-                        metrics |= policy.step(step)
+                        with stop.held():
+                            metrics |= policy.step(step)
+                            trained = step
                         metrics |= as_scalars(merge(summaries))
                         metrics |= {"pack/fill": counts.tokens / counts.slots, "pack/cut": float(counts.cut)}
                         metrics["perf/trained_tokens"] = counts.tokens
@@ -183,15 +180,19 @@ if __name__ == "__main__":
                         monitor.warn(
                             f"step {step}: none of its rollouts carries a signal, so there is no optimizer step"
                         )
+                        trained = step
 
                 # The engine wakes with the new weights; what is sampled from here on comes from them.
                 with monitor.phase("sync"):
                     engine.load_weights(policy.weights(), version=step)
 
-                last = step == config.steps or bool(stopping or out_of_rollouts)
+                last = step == config.steps or bool(stop.asked or out_of_rollouts)
                 if is_eval_step(step) or (last and config.eval_every):
                     metrics |= runner.run(rollouts.evaluate(step))
                 monitor.log(step, metrics)
+                snapshot = take(step, ahead)
+                if config.save_every and (last or step % config.save_every == 0):
+                    save_checkpoint()
                 if out_of_rollouts:
                     raise out_of_rollouts
                 if last:
@@ -201,7 +202,12 @@ if __name__ == "__main__":
             exit_code = 1
         except KeyboardInterrupt:
             monitor.note("interrupted")
-            exit_code = 130
+            if config.save_every and trained:
+                if trained > snapshot.step:  # the step was done but for its evaluation
+                    monitor.log(trained, metrics)
+                    snapshot = take(trained, ahead)
+                save_checkpoint()
+            exit_code = 128 + stop.asked
         finally:
             with contextlib.suppress(Exception, KeyboardInterrupt):
                 runner.run(rollouts.close())

@@ -64,7 +64,7 @@ class Echo(Anchored):
     async def score_episode(self, episode: Episode) -> None:
         """Weigh the observation tokens that the role table selects and the filter keeps."""
         for trace in trainable_traces([episode]):
-            masks = keep_masks(self.filter, trace, self.config.filter_kwargs)
+            masks = keep_masks(self.filter, trace, self.config.filter_kwargs, self.renderer)
             for branch, keep in zip(trace.training_branches(), masks, strict=True):
                 weights = np.zeros(len(branch))
                 for segment in branch.segments:

@@ -2,10 +2,12 @@
 
     def drop_warnings(trace, *, patterns): ...    # the raw trace: message texts, token ids, the sampler's log-probs
 
-It returns one keep-mask for each training branch, as long as that branch's token_ids. It can only narrow a choice.
+It returns one keep-mask for each training branch, as long as that branch's token_ids. It can only narrow a choice. One with a
+parameter `renderer` is given the run's, whose `decode` tells which text a token stands for.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +27,16 @@ def load_filter(path: str | None) -> Callable[..., Any] | None:
         raise ValueError(f"--filter {path}: {error}") from error
 
 
-def keep_masks(function: Callable[..., Any] | None, trace: Trace, kwargs: dict[str, Any]) -> list[np.ndarray]:
+def keep_masks(
+    function: Callable[..., Any] | None, trace: Trace, kwargs: dict[str, Any], renderer: Any = None
+) -> list[np.ndarray]:
     """What a filter keeps of each training branch, [T] bool; everything without one. Raises ValueError where it returns
     anything but one mask of T truth values for each branch."""
     lengths = [len(branch) for branch in trace.training_branches()]
     if function is None:
         return [np.ones(length, bool) for length in lengths]
+    if "renderer" in inspect.signature(function).parameters:
+        kwargs = {"renderer": renderer} | kwargs
     masks = [np.asarray(mask) for mask in function(trace, **kwargs)]
     shapes = [mask.shape for mask in masks]
     if shapes != [(length,) for length in lengths]:

@@ -97,6 +97,7 @@ class Engine:
         self.max_context = max_context  # tokens of prompt and completion together
         self.version = 0  # optimizer steps behind the weights that it holds
         self.asleep = False
+        self.memory_share: float | None = None  # of a GPU's memory while it samples, where it takes one
         self._live: Counter[Hashable] = Counter()
         self._outside: Counter[Hashable] = Counter()
 

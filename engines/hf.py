@@ -242,13 +242,16 @@ class HFEngine(Engine):
 
 def _answer(requests: list[Request], run: Callable[[list[Request]], list]) -> None:
     try:
-        results = run(requests)
-    except Exception as error:
-        for request in requests:
-            request.future.set_exception(error)
-        return
+        results, error = run(requests), None
+    except Exception as failed:
+        results, error = [None] * len(requests), failed
     for request, result in zip(requests, results, strict=True):
-        request.future.set_result(result)
+        if request.future.done():  # Ctrl-C cancels whoever waits, in the middle of a batch
+            continue
+        if error is None:
+            request.future.set_result(result)
+        else:
+            request.future.set_exception(error)
 
 
 def processed_logprobs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:

@@ -46,13 +46,14 @@ class RemoteEngine(Engine):
 
     model: a `frozen.FrozenModel`. option: the flag that declares it, for messages (`teacher`). renderer: the policy's. The API key is taken from the
     environment variable that the model names, and sent to the servers alone. Nothing is connected before `preflight`.
+    exact: refuse a reply that was cut where its tokens can not be told; who only reads what it says can do with such a one.
     No seed is sent: a server that batches would not repeat itself anyway, and vLLM's CPU build dies of one now and then.
     """
 
-    def __init__(self, model: Any, option: str, renderer: Any, max_context: int) -> None:
+    def __init__(self, model: Any, option: str, renderer: Any, max_context: int, exact: bool = True) -> None:
         super().__init__(max_context)
         self.seq_len = max_context  # what the run asks for; a server may have less
-        self.model, self.option, self.renderer = model, option, renderer
+        self.model, self.option, self.renderer, self.exact = model, option, renderer, exact
         self.speaks_tokens = True  # else it is asked by messages
         key = os.environ.get(model.api_key_env, "").strip() or "none"
         if not (key.isascii() and key.isprintable()):  # the error of a client that refuses a header would show it
@@ -140,8 +141,8 @@ class RemoteEngine(Engine):
     async def chat(
         self, messages: Sequence[Message], sampling: Sampling, tools: list[dict] | None = None
     ) -> tuple[Message, str]:
-        """(the reply as an assistant message, finish reason). Raises ValueError for a reply that a filter withheld, and for one
-        that was cut inside a character or inside its reasoning: its tokens could not be told."""
+        """(the reply as an assistant message, finish reason). Raises ValueError for a reply that a filter withheld and, if `exact`,
+        for one that was cut inside a character or inside its reasoning: its tokens could not be told."""
         options = {"tools": tools} if tools else {}
         answer = await self._ask(
             lambda server: server.client.chat.completions.create(
@@ -163,9 +164,9 @@ class RemoteEngine(Engine):
             reply["reasoning_content"] = reasoning
         if said.tool_calls:
             reply["tool_calls"] = [_plain_call(call) for call in said.tool_calls]
-        if "\ufffd" in reply["content"] + (reasoning or ""):
+        if self.exact and "\ufffd" in reply["content"] + (reasoning or ""):
             raise ValueError(f"{self.model.name}'s reply was cut inside of a character")
-        if finish_reason == "length" and reasoning and not reply["content"]:
+        if self.exact and finish_reason == "length" and reasoning and not reply["content"]:
             raise ValueError(f"{self.model.name}'s reply was cut inside its reasoning: raise --max-new-tokens")
         return reply, finish_reason
 

@@ -75,7 +75,6 @@ class VLLMEngine(Engine):
         # vLLM samples one token after each prompt, also after one that it only scores. That token needs a place and no more.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        self.memory_share = None
         if self.on_gpu:
             self.memory_share = memory_share(*torch.cuda.mem_get_info(), reserved_bytes)
             options = {"enable_sleep_mode": True, "gpu_memory_utilization": self.memory_share}

@@ -12,6 +12,7 @@ What a rollout counts for:
 | a reply cut at --max-new-tokens or the context | as the environment says | yes | yes | rollouts/stop_max_new_tokens, stop_context |
 | more turns than --max-turns, a conversation longer than --seq-len | what was set so far, else 0 | yes | yes | rollouts/stop_max_turns, stop_context |
 | reward None, NaN or inf | none | no | no | rollouts/errored |
+| an agent of several that was never asked | none | no | no | nowhere |
 | `play` raised, or ran past --rollout-timeout | none | no | no | rollouts/errored, stop_error, stop_timeout |
 
 More than one agent: `agents = ("player0", "player1")`, and `play(self, task, player0, player1)`. Each leaves a trace with a
@@ -19,11 +20,13 @@ reward of its own. All of them are the policy, until the environment says otherw
 `player1: Player` makes `--env.player1.model.name` and `--env.player1.model.base-url` bind that one to a served model.
 
 Tools: `agent.say(..., tools=[tool.schema])` shows them, `await agent.answer_calls(reply, tool)` gives the messages to say next;
-several at once, if they await something.
+several at once, if they await something. An environment whose tools are there before an episode begins names them in `tools()`;
+chat.py offers them.
 `agent.subagent()` begins a conversation of its own inside the same trace, `await agent.compact(...)` goes on from a summary.
 """
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import random
@@ -61,11 +64,13 @@ async def together(*coroutines: Awaitable[Any]) -> list[Any]:
 @dataclass(frozen=True)
 class Tool:
     """Something that a model may call. `function` takes the call's arguments by name and returns (or awaits) the tool's answer;
-    it raises ValueError for arguments that it can not understand. parameters: JSON schemas by name, all of them required."""
+    it raises ValueError for arguments that it can not understand. parameters: JSON schemas by name, all of them required.
+    shown: whether the model reads of it in its prompt; one that was taught the tool need not."""
 
     function: Callable[..., str | Awaitable[str]]
     description: str
     parameters: dict[str, dict[str, Any]]
+    shown: bool = True
 
     @property
     def name(self) -> str:
@@ -78,6 +83,11 @@ class Tool:
         parameters = {"type": "object", "properties": self.parameters, "required": list(self.parameters)}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
+
+
+def schemas_of(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
+    """What `Agent.say` takes to show these tools; None where there is nothing to show."""
+    return [tool.schema for tool in tools if tool.shown] or None
 
 
 JSON_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
@@ -106,13 +116,22 @@ class Agent:
 
     sample(prompt_ids, turn, messages, tools) -> Completion is given by whoever plays the episode; a reply is parsed by the renderer, and
     the next prompt extends the sampled tokens verbatim where the renderer can (`bridge`). `messages` is the conversation so far.
+    `with agent.outside():` is for what an environment awaits beside the model (a process, a server), so that nobody waits for this
+    episode meanwhile.
     """
 
-    def __init__(self, trace: Trace, renderer: Any, sample: Callable[..., Awaitable[Any]] | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        renderer: Any,
+        sample: Callable[..., Awaitable[Any]] | None,
+        outside: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:
         self.trace = trace
         self.renderer = renderer
         self.messages = trace.messages
         self.call = ROOT
+        self.outside = outside
         self._sample = sample
         self._requests: Iterator[int] = itertools.count()  # shared with sub-agents, so that no two have the same number
         self._last: tuple[list[int], list[int]] | None = None  # prompt and completion of the turn before
@@ -214,8 +233,8 @@ class Agent:
 class ScriptedAgent(Agent):
     """An agent that a function speaks for. It leaves messages and no tokens."""
 
-    def __init__(self, trace: Trace, script: Script, rng: random.Random) -> None:
-        super().__init__(trace, None, None)
+    def __init__(self, trace: Trace, script: Script, rng: random.Random, *outside: Any) -> None:
+        super().__init__(trace, None, None, *outside)
         self.script, self.rng = script, rng
 
     async def say(self, *messages: Message, tools: list[dict] | None = None) -> Message:
@@ -253,6 +272,10 @@ class Env:
     async def play(self, task: Task, *agents: Agent) -> None:
         """Play one episode with one agent for each name in `agents`, and set the reward of their traces."""
         raise TypeError(f"{type(self).__name__} does not say how it is played")
+
+    def tools(self) -> list[Tool]:
+        """What the model may call in every episode, where that is known before one begins."""
+        return []
 
     def player(self, agent: str) -> FrozenModel | Script | None:
         """Who speaks for an agent: None = the live policy, a served model, or a function (messages, rng) -> text."""

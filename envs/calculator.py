@@ -15,11 +15,11 @@ import operator
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from envs.base import Agent, Env, Tool, user
+from envs.base import Agent, Env, Tool, schemas_of, user
 from traces import Task
 
 WORDS: dict[str, tuple[str, Callable[[int, int], int]]] = {
@@ -60,12 +60,16 @@ class Calculator(Env):
             tasks.append(Task(info["expression"], [user(f"What is {a} {word} {b}?")], info))
         return tasks
 
+    def tools(self) -> list[Tool]:
+        """The calculator."""
+        return [replace(TOOL, shown=self.show_tool)]
+
     async def play(self, task: Task, agent: Agent) -> None:
         """Answer every call, until a reply has none."""
-        messages, tools = task.prompt, [TOOL.schema] if self.show_tool else None
+        messages, tools = task.prompt, self.tools()
         for _ in range(self.max_turns):
-            reply = await agent.say(*messages, tools=tools)
-            messages = await agent.answer_calls(reply, TOOL)
+            reply = await agent.say(*messages, tools=schemas_of(tools))
+            messages = await agent.answer_calls(reply, *tools)
             if not messages:
                 break
         numbers = [] if messages else re.findall(r"-?\d+", reply["content"].replace(",", ""))

@@ -1,6 +1,9 @@
 """Small models and tokenizers that tests build for themselves: no hub, no network, no GPU."""
 
 import os
+import runpy
+import signal
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train.py
@@ -53,3 +56,18 @@ def tiny_path(tmp_path_factory) -> Path:
 def untied_path(tmp_path_factory) -> Path:
     """Folder of a random model with a head of its own."""
     return save_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+def run_train(*arguments) -> int:
+    """train.py in this process, which it leaves as it was. Returns the exit code."""
+    signals = signal.SIGINT, signal.SIGTERM
+    handlers, argv = [signal.getsignal(number) for number in signals], sys.argv
+    sys.argv = ["train.py", *map(str, arguments)]
+    try:
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    finally:
+        sys.argv = argv
+        for number, handler in zip(signals, handlers, strict=True):
+            signal.signal(number, handler)
+    return end.value.code

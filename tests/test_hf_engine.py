@@ -200,3 +200,23 @@ def test_an_error_reaches_every_request_of_the_batch_and_the_engine_goes_on(engi
         return await engine.generate([9], Sampling(2))
 
     assert len(asyncio.run(ask()).token_ids) == 2
+
+
+def test_a_request_that_is_cancelled_in_the_middle_of_a_batch_takes_no_other_with_it(engine, monkeypatch):
+    """As Ctrl-C does it: from a signal's handler, while the batch is decoded."""
+    generate = engine._generate
+
+    async def both():
+        first, second = [asyncio.create_task(engine.generate([7, i], Sampling(2, key=(i,)))) for i in (1, 2)]
+
+        def interrupted(requests):
+            first.cancel()
+            return generate(requests)
+
+        monkeypatch.setattr(engine, "_generate", interrupted)
+        answers = await asyncio.gather(first, second, return_exceptions=True)
+        await engine._drain
+        return answers
+
+    cancelled, completion = asyncio.run(both())
+    assert isinstance(cancelled, asyncio.CancelledError) and len(completion.token_ids) == 2

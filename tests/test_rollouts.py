@@ -10,7 +10,7 @@ from rich.console import Console
 
 from algos.grpo import GRPOConfig
 from config import Config, Source
-from engines.base import Completion, Engine
+from engines.base import EPISODE, Completion, Engine
 from engines.hf import HFEngine
 from envs import ENVS
 from envs.base import Env, user
@@ -59,6 +59,20 @@ class EchoEnv(Env):
         agent.trace.reward = reward
 
 
+@dataclass
+class Waits(EchoEnv):
+    """Says what the engine knows of its episode while it waits for something that is no model."""
+
+    engine: Engine | None = None
+
+    async def play(self, task, agent):
+        await super().play(task, agent)
+        waiting = [self.engine._outside[EPISODE.get()]]
+        with agent.outside():
+            waiting.append(self.engine._outside[EPISODE.get()])
+        agent.trace.metrics["outside"] = float([*waiting, self.engine._outside[EPISODE.get()]] == [0, 1, 0])
+
+
 @pytest.fixture
 def build(tmp_path, monkeypatch):
     """rollouts over EchoEnv with a fake engine: build(rewards=..., script=..., **config knobs)."""
@@ -85,6 +99,13 @@ def collect(rollouts, step=1):
 
 def advantages(branches):
     return [float(branch.advantages[branch.sampled][0]) for branch in branches]
+
+
+def test_an_agent_tells_the_engine_that_it_waits_outside(build, monkeypatch):
+    monkeypatch.setitem(ENVS, "waits", Waits)
+    rollouts = build(env=Waits())
+    rollouts.stages[0].env.engine = rollouts.engine
+    assert collect(rollouts)[1]["env/waits/outside"] == 1.0
 
 
 def test_a_batch_in_deal_order(build):

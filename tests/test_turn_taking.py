@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import runpy
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -19,7 +18,7 @@ from engines.hf import HFEngine
 from engines.vllm import VLLMEngine, memory_share
 from policy import OptimizerConfig, Policy
 from rollouts import Queue, Rollouts, RunStopped
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_train
 from tests.test_policy import sample as sample_branches
 from tests.test_policy import train_step
 from traces import Trace
@@ -269,10 +268,7 @@ def run_script(monkeypatch, tmp_path, *flags, code=0):
     watch(Rollouts, "collect", lambda rollouts, step: f"sample {step} from {rollouts.engine.version}")
     watch(Rollouts, "evaluate", lambda rollouts, step: f"eval {step}")
     arguments = ["--batch-size", "16", "--max-new-tokens", "8", "--runs-dir", tmp_path, "--name", "run", *flags]
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    assert end.value.code == code
+    assert run_train(*arguments) == code
     return events, tmp_path / "run"
 
 

@@ -1,0 +1,224 @@
+"""Save a run so that it can go on as if nothing had happened, and the model so that anything can read it.
+
+    runs/<name>/checkpoints/step_<n>/
+        trainer/        weights and the optimizer's moments, a file for each rank that trains (any number of ranks reads them)
+        state.json      the step, samplers, gates, baselines, counters, generators, and how long the run's records were
+        branches.safetensors    rollouts that wait to be trained on
+        hf/             the model as transformers and vLLM load it: weights, config, tokenizer
+        files.json      the size of every other file, written last
+
+A checkpoint is written under another name and renamed when it is whole, so a kill at any moment leaves the one before. All
+tensors are safetensors and the rest is JSON: nothing in it is executed when it is read.
+"""
+
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PreTrainedTokenizerBase
+
+from policy import Policy
+from traces import Branch, Segment, Turn
+
+FORMAT = 1
+ARRAYS = (
+    "token_ids", "sampled", "logprobs", "is_content", "advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs",
+    "topk_ids", "topk_logprobs",
+)  # fmt: skip
+
+
+@dataclass
+class Snapshot:
+    """What a run is at the end of a step, beside its model.
+
+    state: of the rollouts (JSON types). waiting: the branches of traces that wait for a batch. ahead: a batch that was sampled
+    already, with its metrics. sizes: bytes of the run's records by file name.
+    """
+
+    step: int
+    state: dict[str, Any] = field(default_factory=dict)
+    waiting: list[list[Branch]] = field(default_factory=list)
+    ahead: tuple[list[Branch], dict[str, float]] | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of Python's, NumPy's and PyTorch's global generators, as JSON types. Sampling uses none of them, but an
+    environment may."""
+    kind, keys, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": torch.get_rng_state().tolist()}
+
+
+def restore_generators(states: dict[str, Any]) -> None:
+    """Set the global generators to what `generator_states` gave."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+
+
+def save(checkpoints: Path, snapshot: Snapshot, policy: Policy, tokenizer: PreTrainedTokenizerBase, keep: int) -> Path:
+    """Write checkpoints/step_<n>, then delete all but the newest `keep`. Returns its path."""
+    folder = checkpoints / f"step_{snapshot.step}"
+    unfinished = checkpoints / f".unfinished_{snapshot.step}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its remarks on how a world of one writes
+        writer = dcp.HuggingFaceStorageWriter(str(unfinished / "trainer"), save_distributed=True)
+        dcp.save(policy.tensors(), storage_writer=writer)
+    policy.export(unfinished / "hf")
+    tokenizer.save_pretrained(unfinished / "hf")
+    tensors, waiting = flatten(snapshot.waiting)
+    state = {
+        "format": FORMAT, "step": snapshot.step, "updates": policy.updates, "sizes": snapshot.sizes,
+        "generators": snapshot.generators, "rollouts": snapshot.state, "waiting": waiting, "ahead": None,
+    }  # fmt: skip
+    if snapshot.ahead is not None:
+        branches, metrics = snapshot.ahead
+        more, described = flatten([branches], "ahead.")
+        tensors |= more
+        state["ahead"] = {"branches": described, "metrics": metrics}
+    save_file(tensors, unfinished / "branches.safetensors")
+    (unfinished / "state.json").write_text(json.dumps(state))
+    (unfinished / "files.json").write_text(json.dumps(_sizes(unfinished)))
+    _remove(folder)  # a resumed run may come by here again
+    os.replace(unfinished, folder)
+    for old in list_checkpoints(checkpoints)[:-keep]:
+        _remove(old)
+    return folder
+
+
+def load(folder: Path, policy: Policy) -> Snapshot:
+    """Give the policy its weights and moments back, set the global generators, and return the rest.
+
+    Raises ValueError where the checkpoint is damaged, is no checkpoint, or is that of another model.
+    """
+    reason = problem(folder)
+    if reason:
+        raise ValueError(f"--resume-from {folder}: {reason}{_offer(folder)}")
+    state = json.loads((folder / "state.json").read_text())
+    policy.prepare_moments(state["updates"])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(policy.tensors(), storage_reader=dcp.HuggingFaceStorageReader(str(folder / "trainer")))
+    except (CheckpointException, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"--resume-from {folder}: it is not of this --model ({str(error).strip().splitlines()[-1][:200]})"
+        ) from None
+    restore_generators(state["generators"])
+    tensors = load_file(folder / "branches.safetensors")
+    ahead = state["ahead"]
+    if ahead is not None:
+        (branches,) = unflatten(tensors, ahead["branches"], "ahead.")
+        ahead = branches, ahead["metrics"]
+    return Snapshot(
+        state["step"],
+        state["rollouts"],
+        unflatten(tensors, state["waiting"]),
+        ahead,
+        state["sizes"],
+        state["generators"],
+    )
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first, whole or not."""
+    found = [path for path in checkpoints.glob("step_*") if path.name.removeprefix("step_").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
+    """(the newest checkpoint that can be read, what is wrong with those after it)."""
+    wrong = []
+    for folder in reversed(list_checkpoints(checkpoints)):
+        reason = problem(folder)
+        if reason is None:
+            return folder, wrong
+        wrong.append(f"{folder}: {reason}")
+    return None, wrong
+
+
+def problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None: is every file there, of the size that it was written with, and to be read?"""
+    try:
+        sizes = json.loads((folder / "files.json").read_text())
+        state = json.loads((folder / "state.json").read_text())
+        if state["format"] != FORMAT:
+            return f"written in format {state['format']}, this version reads {FORMAT}"
+        found = _sizes(folder)
+        wrong = [name for name, size in sizes.items() if found.get(name) != size]
+        for name in sizes if not wrong else ():
+            if name.endswith(".safetensors"):
+                with safe_open(folder / name, "pt"):
+                    pass  # its header can be read
+    except FileNotFoundError as error:
+        return f"no checkpoint: {Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        return f"damaged: {error}"
+    return f"damaged: {wrong[0]} is {'cut' if wrong[0] in found else 'missing'}" if wrong else None
+
+
+def flatten(
+    groups: Sequence[Sequence[Branch]], prefix: str = ""
+) -> tuple[dict[str, Tensor], list[list[dict[str, Any]]]]:
+    """(tensors by name, the rest as JSON types) of branches in groups; `unflatten` reads both."""
+    tensors, described = {}, []
+    for g, group in enumerate(groups):
+        described.append([])
+        for b, branch in enumerate(group):
+            for name in ARRAYS:
+                if getattr(branch, name) is not None:
+                    tensors[f"{prefix}{g}.{b}.{name}"] = torch.from_numpy(np.ascontiguousarray(getattr(branch, name)))
+            described[-1].append({"segments": branch.segments, "turns": branch.turns, "call": branch.call})
+    return tensors, described
+
+
+def unflatten(
+    tensors: dict[str, Tensor], described: list[list[dict[str, Any]]], prefix: str = ""
+) -> list[list[Branch]]:
+    """The branches that `flatten` took apart."""
+    groups = []
+    for g, group in enumerate(described):
+        groups.append([])
+        for b, rest in enumerate(group):
+            arrays = {name: tensors.get(f"{prefix}{g}.{b}.{name}") for name in ARRAYS}
+            arrays = {name: None if tensor is None else tensor.numpy() for name, tensor in arrays.items()}
+            segments, turns = [Segment(*s) for s in rest["segments"]], [Turn(*t) for t in rest["turns"]]
+            groups[-1].append(Branch(**arrays, segments=segments, turns=turns, call=rest["call"]))
+    return groups
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "files.json"]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint so that a kill in the middle leaves none that looks whole."""
+    if folder.exists():
+        doomed = folder.with_name(f".doomed_{folder.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _offer(folder: Path) -> str:
+    whole, _ = newest_whole(folder.parent)
+    return f"; the newest whole one beside it is {whole}" if whole and whole != folder else ""
