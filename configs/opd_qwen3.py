@@ -6,7 +6,7 @@
 
 On-policy distillation as in thinkingmachines.ai/blog/on-policy-distillation and the Qwen3 report (arXiv:2505.09388): the student
 samples, the teacher reads, every token gets a signal. The reward is recorded and not used; it should rise toward the teacher's
-(`python eval.py --model Qwen/Qwen3-4B --base-url http://localhost:8001/v1 --env gsm8k`), and `loss/ref_kl` should fall.
+(`python eval.py --served.name Qwen/Qwen3-4B --served.base-url http://localhost:8001/v1 --env gsm8k`), and `loss/ref_kl` should fall.
 """
 
 from algos.opd import OPDConfig

@@ -16,7 +16,7 @@ from frozen import FrozenModel
 from make_tiny import make_tokenizer
 from monitor import Monitor
 from renderers import make_renderer
-from rollouts import EVAL, Group, Rollouts, _row
+from rollouts import EVAL, Group, Rollouts, row_of
 from tests.golden_cases import cases, check
 from tests.test_golden_math import run_merge
 from traces import ROOT, Edge, Task, Trace
@@ -406,6 +406,6 @@ def test_it_is_the_last_reply_that_tells_whether_an_episode_was_cut(cut, reason,
 
 def test_sub_agents_are_written_down(tmp_path, monkeypatch):
     episode, _ = play(Talk(helper=True), lambda prompt: "fine", tmp_path, monkeypatch)
-    row = json.loads(json.dumps(_row(1, Group(0, None, episode.task), episode, episode.traces[0])))
+    row = json.loads(json.dumps(row_of(1, Group(0, None, episode.task), episode, episode.traces[0])))
     assert row["edges"] == [{"src": "root", "dst": "subagent_call-1", "type": "subagent_call"}]
     assert row["calls"]["subagent_call-1"][-1] == {"role": "assistant", "content": "fine"}
