@@ -337,7 +337,6 @@ class Config(Run):
             oldest,
             "must be at least 1 with --overlap, which trains one step late" if self.overlap else "must be at least 0",
         )
-        require(not self.resume or self.name is not None, "resume", "", "needs the --name of the run that it continues")
         require(
             not (self.resume and self.resume_from),
             "resume_from",
@@ -533,7 +532,7 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
     args, notes = list(args), []
     from_a_file = bool(args) and not args[0].startswith("-")
     base = read_config_file(args.pop(0)) if from_a_file else Config()
-    began = _run_to_resume(args)
+    began = _run_to_resume(args, base)
     if began is not None and not from_a_file:
         base, from_a_file = dataclasses.replace(began, resume_from=None), True
     source, several = base.sources[0], len(base.sources) > 1
@@ -694,12 +693,14 @@ def read_config_file(path: str) -> Config:
     return config
 
 
-def _run_to_resume(args: Sequence[str]) -> Config | None:
+def _run_to_resume(args: Sequence[str], base: Config) -> Config | None:
     """The configuration of the run that --resume continues, if it has begun."""
-    name, runs_dir = asked_for(args, "name"), asked_for(args, "runs-dir") or asked_for(args, "runs_dir") or Run.runs_dir
-    if "--resume" not in args or name is None:
+    if "--resume" not in args and not base.resume:
         return None
-    path = Path(runs_dir) / name / "config.json"
+    name = asked_for(args, "name") or base.name
+    if name is None:
+        fail("--resume: needs the --name of the run that it continues")
+    path = Path(asked_for(args, "runs-dir") or asked_for(args, "runs_dir") or base.runs_dir) / name / "config.json"
     try:
         return Config.from_dict(json.loads(path.read_text())) if path.exists() else None
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:

@@ -376,7 +376,6 @@ if __name__ == "__main__":
         with contextlib.closing(out) if out else contextlib.nullcontext(), runner:
             reports = [evaluate(*candidate) for candidate in candidates]
     except KeyboardInterrupt:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # the watchdog may not have come to its own end
         raise SystemExit(130) from None
     finally:
         if out and not args.out.stat().st_size:

@@ -10,6 +10,7 @@ returns to Python, and code that catches BaseException and goes on.
 """
 
 import asyncio
+import atexit
 import contextlib
 import os
 import signal
@@ -90,6 +91,10 @@ class Clock:
 CLOCK: ContextVar[Clock | None] = ContextVar(
     "clock", default=None
 )  # of the episode whose code runs; None: nobody's, a model's
+
+
+if hasattr(signal, "setitimer"):  # an alarm that outlives its handler would kill a process that is ending
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
 
 
 class Watchdog:

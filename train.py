@@ -135,11 +135,11 @@ if __name__ == "__main__":
         try:
             try:
                 runner.run(rollouts.setup())
+                engine.sleep()  # weights always arrive while the engine holds nothing else: on a GPU there is no room for both
+                engine.load_weights(policy.weights(), version=snapshot.step)
             except (ValueError, RunStopped) as error:
                 give_up()
                 fail(str(error))
-            engine.sleep()  # weights always arrive while the engine holds nothing else: on a GPU there is no room for both
-            engine.load_weights(policy.weights(), version=snapshot.step)
             if not start and is_eval_step(0):
                 monitor.log(0, runner.run(rollouts.evaluate(0)))
             trained, ahead, out_of_rollouts = snapshot.step, snapshot.ahead, None
@@ -189,8 +189,9 @@ if __name__ == "__main__":
                 last = step == config.steps or bool(stop.asked or out_of_rollouts)
                 if is_eval_step(step) or (last and config.eval_every):
                     metrics |= runner.run(rollouts.evaluate(step))
-                monitor.log(step, metrics)
-                snapshot = take(step, ahead)
+                with stop.held():
+                    monitor.log(step, metrics)
+                    snapshot = take(step, ahead)
                 if config.save_every and (last or step % config.save_every == 0):
                     save_checkpoint()
                 if out_of_rollouts:
@@ -199,6 +200,8 @@ if __name__ == "__main__":
                     break
         except RunStopped as error:
             monitor.note(f"stopped: {error}")
+            if config.save_every and trained:
+                save_checkpoint()
             exit_code = 1
         except KeyboardInterrupt:
             monitor.note("interrupted")

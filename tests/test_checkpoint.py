@@ -319,6 +319,7 @@ def test_the_command_line(tmp_path):
     short = ["--eval-every", "0", "--steps", "2", "--save-every", "1"]
     folder = run(tmp_path, *short, "--name", "a")
     assert "exists; choose another name, or --resume" in refused(tmp_path, *short, "--name", "a")
+    assert run_train("--resume", "--runs-dir", tmp_path) == 2
     longer = run(tmp_path, "--name", "a", "--resume", "--steps", "3")
     assert [row["step"] for row in metrics_of(longer)] == [1, 2, 3] and longer == folder
     assert json.loads((folder / "config.json").read_text())["steps"] == 3
