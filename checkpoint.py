@@ -169,8 +169,8 @@ def problem(folder: Path) -> str | None:
                 with safe_open(folder / name, "pt"):
                     pass  # its header can be read
     except FileNotFoundError as error:
-        return f"no checkpoint: {Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        return f"no checkpoint: {Path(error.filename or str(error)).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         return f"damaged: {error}"
     return f"damaged: {wrong[0]} is {'cut' if wrong[0] in found else 'missing'}" if wrong else None
 

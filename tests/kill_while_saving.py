@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ["OMP_NUM_THREADS"] = "1"  # a process that has threads can not be forked
 
 import torch
 import transformers
@@ -60,10 +61,14 @@ if __name__ == "__main__":
         pid = os.fork()  # this process has no thread yet, and what it has imported need not be imported again
         if pid == 0:
             write()
-        while not (newest := newest_whole(checkpoints)[0]) or int(newest.name.removeprefix("step_")) <= seen:
-            time.sleep(0.001)
-        time.sleep(chance.random() * 0.3)
-        os.kill(pid, signal.SIGKILL)
+        try:
+            while not (newest := newest_whole(checkpoints)[0]) or int(newest.name.removeprefix("step_")) <= seen:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    sys.exit(f"kill {kill}: the process that saves has ended by itself")
+                time.sleep(0.001)
+            time.sleep(chance.random() * 0.3)
+        finally:
+            os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         unfinished += any(checkpoints.glob(".unfinished_*"))
         newest, _ = newest_whole(checkpoints)
