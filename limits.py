@@ -165,6 +165,7 @@ class Stop:
     def __init__(self, grace: float, note: Callable[[str], None]) -> None:
         self.grace, self.note = grace, note
         self.asked: int | None = None  # the signal
+        self._timer: threading.Timer | None = None
         self._held = self._late = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
@@ -174,9 +175,14 @@ class Stop:
             self.end_now()
         self.asked = number
         self.note(f"stopping after this step, or in {self.grace:g} s without it (once more to stop at once)")
-        timer = threading.Timer(self.grace, os.kill, (os.getpid(), number))
-        timer.daemon = True
-        timer.start()
+        self._timer = threading.Timer(self.grace, os.kill, (os.getpid(), number))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def in_time(self) -> None:
+        """The run has come to its end within the grace."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def end_now(self) -> None:
         """Raise KeyboardInterrupt, now or at the end of what must not be interrupted."""

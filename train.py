@@ -123,6 +123,7 @@ if __name__ == "__main__":
         return Snapshot(step, rollouts.state_dict(), waiting, ahead, monitor.sizes(), generator_states())
 
     def save_checkpoint() -> None:
+        stop.in_time()
         folder = save(run_dir / "checkpoints", snapshot, policy, renderer.tokenizer, config.keep)
         if stop.asked:
             monitor.note(f"saved {folder}; go on with: python train.py --name {config.name} --resume")
@@ -212,6 +213,7 @@ if __name__ == "__main__":
                 save_checkpoint()
             exit_code = 128 + stop.asked
         finally:
+            stop.in_time()
             with contextlib.suppress(Exception, KeyboardInterrupt):
                 runner.run(rollouts.close())
                 for client in served.values():

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -144,8 +145,13 @@ def test_a_signal_saves_and_says_how_to_go_on(number, grace, steps, tmp_path, mo
 
     monkeypatch.setattr(Rollouts, "collect", stopped)
     flags = ["--eval-every", "0", "--save-every", "100"]
+    threads = set(threading.enumerate())
     folder = run(tmp_path, *flags, "--name", "run", "--grace", grace, code=0 if steps else 128 + number)
     monkeypatch.undo()
+    left = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer) and thread not in threads]
+    assert not [thread for thread in left if not thread.finished.is_set()], (
+        "a signal to come would hit whoever is there by then"
+    )
     saved = [path.name for path in list_checkpoints(folder / "checkpoints")]
     assert saved == [f"step_{2 + steps}"]
     run(tmp_path, "--name", "run", "--resume", "--grace", 60)
