@@ -9,10 +9,9 @@ and solver self-play (R-Zero, arXiv:2508.05004). One GPU with 80 GB. Watch `rewa
 proposed.
 """
 
-from envs.proposer_solver import ProposerSolver
-
 from algos.hierarchical_grpo import HierarchicalGRPOConfig
 from config import Config, Source
+from envs.proposer_solver import ProposerSolver
 
 config = Config(
     model="Qwen/Qwen3-4B",
