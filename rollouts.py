@@ -276,8 +276,11 @@ class Rollouts:
         for stage in self.stages:
             own = state["stages"][stage.name]
             stage.dealt = own["dealt"]
-            stage.curriculum.load_state_dict(own["curriculum"])
-            stage.algorithm.load_state_dict(own["algorithm"])
+            try:
+                stage.curriculum.load_state_dict(own["curriculum"])
+                stage.algorithm.load_state_dict(own["algorithm"])
+            except KeyError as error:
+                raise ValueError(f"{stage.name} had another algorithm or task sampler there: no {error}") from None
 
     def _deal(self, traces: int) -> list[Group]:
         """Groups that will give at least so many traces, each from the source that is furthest behind its share."""

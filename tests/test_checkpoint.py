@@ -339,3 +339,5 @@ def test_the_command_line(tmp_path):
         tmp_path, *short, "--env", "arithmetic", "--name", "c", "--resume-from", folder / "checkpoints" / "step_3"
     )
     assert "its sources are reverse-text, this run's are arithmetic" in said and not (tmp_path / "c").exists()
+    said = refused(tmp_path, *short, "--algo", "rae", "--name", "c", "--resume-from", folder / "checkpoints" / "step_3")
+    assert "reverse-text had another algorithm or task sampler there" in said and not (tmp_path / "c").exists()
