@@ -64,7 +64,8 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 def reward_of(episode: Episode) -> float | None:
     """Mean reward of the agents that the model plays; None where the episode errored."""
-    return None if episode.failure else fmean(trace.reward for trace in episode.traces if trace.trainable)
+    rewards = [trace.reward for trace in episode.traces if trace.trainable and trace.reward is not None]
+    return fmean(rewards) if rewards and not episode.failure else None
 
 
 def outcome(episode: Episode, threshold: float) -> str:

@@ -3,7 +3,7 @@
     python train.py configs/hierarchical_grpo_tiny.py
 
 Shows an environment whose problems are made by the policy: some 32 proposals a step, in groups of 16 from one source task, and
-4 attempts at each that can be read. The three runs below took 156, 268 and 273 s on two CPU cores that others used as well.
+4 attempts at each that can be read. Costs three to five minutes on two CPU cores: the runs below took 156, 268 and 273 s beside others.
 Expect (measured, seeds 0, 1, 2, from the mean of the first five steps to that of the last third)
 
     reward/proposer-solver/solver      0.44, 0.46, 0.47     to  0.70, 0.72, 0.74

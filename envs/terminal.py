@@ -16,6 +16,7 @@ cross-entropy:
     python train.py --env terminal --algo echo --filter envs.terminal.drop_warnings --model <one that knows a shell>
 """
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,16 +88,17 @@ class Terminal(Env):
         """Run every command, until a reply has none."""
         tree = tree_of(task.info["before"])
         limits = Limits(seconds=self.command_seconds)
-        commands = 0
+        commands, turn = 0, asyncio.Lock()  # the calls of one reply begin at once, and follow one another here
 
         async def shell(command: str) -> str:
             nonlocal tree, commands
-            with agent.outside():
-                result = await run_command(command, tree, limits)
-            tree = result.tree
-            commands += 1
-            agent.trace.metrics["stopped_commands"] += result.exit_code is None
-            return self._warning(f"{task.key} {commands}") + answer_of(result, limits, self.output_limit)
+            async with turn:
+                with agent.outside():
+                    result = await run_command(command, tree, limits)
+                tree = result.tree
+                commands += 1
+                agent.trace.metrics["stopped_commands"] += result.exit_code is None
+                return self._warning(f"{task.key} {commands}") + answer_of(result, limits, self.output_limit)
 
         tool = Tool(
             shell,

@@ -146,7 +146,7 @@ def test_a_very_long_reply_is_graded_soon(file):
     ("args", "words"),
     [
         ([], ["--env.path"]),
-        (["--env.path", "none.jsonl"], ["train.py: --env.path none.jsonl: No such file or directory\n"]),
+        (["--env.path", "none.jsonl"], [": --env.path none.jsonl: No such file or directory\n"]),
         (["--env.path", "BROKEN"], ["broken.jsonl:1: not valid JSON"]),
         (["--env.path", "GOOD", "--demo-key", "answer"], ["--demo-key answer", "'line-1'", "['demonstration']"]),
     ],

@@ -37,12 +37,13 @@ def call(function, *args, needs="math", seconds=20.0, pool=WORKER_POOL):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_worker_is_left():
+    before = set(threading.enumerate())
     yield
     WORKER_POOL.close()
     gc.collect()
     children = subprocess.run(["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
     assert "envs.grading" not in children
-    assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
 
 
 @pytest.fixture
@@ -238,7 +239,7 @@ def test_in_a_run_a_slow_answer_is_an_error_and_a_wrong_one_is_not(tmp_path):
     rollouts = Rollouts(config, Fake(), RENDERER, monitor)
     _, metrics = asyncio.run(rollouts.collect(1))
     monitor.close()
-    assert metrics["rollouts/errored"] == metrics["rollouts/stop_timeout"] == 1 and metrics["rollouts/finished"] == 3
+    assert metrics["rollouts/errored"] == metrics["rollouts/stop_error"] == 1 and metrics["rollouts/finished"] == 3
     assert metrics["reward/gsm8k/mean"] == 0.5 and metrics["env/gsm8k/formatted"] == 1
     rows = [json.loads(line) for line in open(tmp_path / "run" / "rollouts.jsonl")]
     assert [row["reward"] for row in rows] == [None, 0, 1] and "longer than 0.5 seconds" in rows[0]["error"]
