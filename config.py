@@ -337,12 +337,6 @@ class Config(Run):
             oldest,
             "must be at least 1 with --overlap, which trains one step late" if self.overlap else "must be at least 0",
         )
-        require(
-            not (self.resume and self.resume_from),
-            "resume_from",
-            self.resume_from,
-            "begins a new run; leave --resume out",
-        )
         require(bool(self.sources), "sources", self.sources, "must hold at least one Source")
         for knob, value in vars(self.loss).items():
             wrong = isinstance(value, int | float) and not (value >= 0 and math.isfinite(value))
@@ -533,8 +527,9 @@ def parse(args: Sequence[str]) -> tuple[Config, list[str]]:
     from_a_file = bool(args) and not args[0].startswith("-")
     base = read_config_file(args.pop(0)) if from_a_file else Config()
     began = _run_to_resume(args, base)
-    if began is not None and not from_a_file:
-        base, from_a_file = dataclasses.replace(began, resume_from=None), True
+    if began is not None:  # without a checkpoint of its own it begins where it began before
+        base = dataclasses.replace(base, resume_from=began.resume_from) if from_a_file else began
+        from_a_file = True
     source, several = base.sources[0], len(base.sources) > 1
     given = {kind: getattr(source, kind) for kind in SOURCE_CHOICES} | {"loss": base.loss}
 
@@ -697,6 +692,9 @@ def _run_to_resume(args: Sequence[str], base: Config) -> Config | None:
     """The configuration of the run that --resume continues, if it has begun."""
     if "--resume" not in args and not base.resume:
         return None
+    other = asked_for(args, "resume-from") or asked_for(args, "resume_from") or base.resume_from
+    if other is not None:
+        fail(f"--resume-from {other}: begins a new run; leave --resume out")
     name = asked_for(args, "name") or base.name
     if name is None:
         fail("--resume: needs the --name of the run that it continues")

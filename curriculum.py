@@ -281,8 +281,9 @@ class Curriculum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. A gate that is new begins afresh."""
-        self.sampler.load_state_dict(state["sampler"])
+        """Go on where `state_dict` was taken. A gate that is new begins afresh, and so does a sampler of another kind."""
+        if state["sampler"].keys() == self.sampler.state_dict().keys():
+            self.sampler.load_state_dict(state["sampler"])
         for name, gate in self.gates.items():
             if name in state["gates"]:
                 gate.load_state_dict(state["gates"][name])

@@ -63,7 +63,8 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 
 def reward_of(episode: Episode) -> float | None:
-    """Mean reward of the agents that the model plays; None where the episode errored."""
+    """Mean reward of the agents that the model plays, those left out that were never asked; None where the episode errored or
+    asked none of them."""
     rewards = [trace.reward for trace in episode.traces if trace.trainable and trace.reward is not None]
     return fmean(rewards) if rewards and not episode.failure else None
 
@@ -359,9 +360,10 @@ if __name__ == "__main__":
         for remote in (*players.values(), *([client] if client else [])):
             runner.run(remote.disconnect())
 
-        whole = [episode for episode in episodes if not episode.failure]
+        whole = [episode for episode in episodes if reward_of(episode) is not None]
         sampled = [sum(trace.num_sampled for trace in episode.traces if trace.trainable) for episode in whole]
-        rewards = [[reward_of(episode) for episode in group.episodes if not episode.failure] for group in groups]
+        played = [[reward_of(episode) for episode in group.episodes] for group in groups]
+        rewards = [[reward for reward in group if reward is not None] for group in played]
         return Report(
             model,
             estimates(rewards, n, args.k, args.threshold, args.seed),

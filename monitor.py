@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -33,6 +33,22 @@ PHASES = ("sample", "score", "train", "sync")
 
 
 RECORDS = ("metrics.jsonl", "rollouts.jsonl")
+
+
+def claim(run_dir: Path) -> TextIO | None:
+    """A lock on a run's folder, held while the file that is returned is open; None where another process has it. A kill frees it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = open(run_dir / ".lock", "a")
+    try:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    except (ImportError, OSError):  # not every system, nor every file system, has such locks
+        pass
+    return lock
 
 
 def cut_records(run_dir: Path, sizes: dict[str, int]) -> None:

@@ -267,7 +267,8 @@ class Rollouts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ValueError where it is that of other sources."""
+        """Go on where `state_dict` was taken; an algorithm of another kind begins afresh. Raises ValueError where it is that of
+        other sources."""
         names = [stage.name for stage in self.stages]
         if names != list(state["stages"]):
             raise ValueError(f"its sources are {', '.join(state['stages'])}, this run's are {', '.join(names)}")
@@ -276,11 +277,9 @@ class Rollouts:
         for stage in self.stages:
             own = state["stages"][stage.name]
             stage.dealt = own["dealt"]
-            try:
-                stage.curriculum.load_state_dict(own["curriculum"])
+            stage.curriculum.load_state_dict(own["curriculum"])
+            if own["algorithm"].keys() == stage.algorithm.state_dict().keys():
                 stage.algorithm.load_state_dict(own["algorithm"])
-            except KeyError as error:
-                raise ValueError(f"{stage.name} had another algorithm or task sampler there: no {error}") from None
 
     def _deal(self, traces: int) -> list[Group]:
         """Groups that will give at least so many traces, each from the source that is furthest behind its share."""

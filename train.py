@@ -34,13 +34,13 @@ if __name__ == "__main__":
 
     quiet()
     from checkpoint import Snapshot, generator_states, load, newest_whole, save
-    from config import name_of
+    from config import name_of, require
     from engines import choose_engine
     from engines.remote import RemoteEngine
     from envs import ENVS
     from limits import Stop
     from losses import as_scalars, compute_loss, make_rl_loss, merge, summarize
-    from monitor import Monitor, cut_records
+    from monitor import Monitor, claim, cut_records
     from packing import pack
     from policy import OptimizerConfig, Policy, model_path
     from rollouts import Rollouts, RunStopped
@@ -49,7 +49,11 @@ if __name__ == "__main__":
     run_dir = config.runs_dir / config.name
     if run_dir.exists() and not config.resume:
         fail(f"--name {config.name}: {run_dir} exists; choose another name, or --resume it")
-    start, damaged = newest_whole(run_dir / "checkpoints") if config.resume else (config.resume_from, [])
+    start, damaged = newest_whole(run_dir / "checkpoints") if config.resume else (None, [])
+    if damaged and not start:  # to begin anew would cut the records of what was done
+        fail(f"--resume: no checkpoint of {run_dir} can be read ({damaged[0]}); choose another name to begin anew")
+    own_start = start is not None
+    start = start or config.resume_from
     notes += [f"warning: passed over {reason}" for reason in damaged]
     try:
         config.runs_dir.mkdir(parents=True, exist_ok=True)
@@ -84,6 +88,8 @@ if __name__ == "__main__":
             config.offload_optimizer,
         )
         snapshot = load(start, policy) if start else Snapshot(0)
+        done = f"{start} has done {snapshot.step} already"
+        require(config.steps >= snapshot.step + (not config.resume and bool(start)), "steps", config.steps, done)
         beside = {
             "top_logprobs": config.head_size,
             "reserved_bytes": policy.moment_bytes,
@@ -99,8 +105,11 @@ if __name__ == "__main__":
         if not config.resume:
             shutil.rmtree(run_dir)
 
+    lock = claim(run_dir)  # held until this process ends
+    if lock is None:
+        fail(f"--name {config.name}: another process is writing {run_dir}")
     if config.resume:  # what was written after the checkpoint will be written again
-        cut_records(run_dir, snapshot.sizes)
+        cut_records(run_dir, snapshot.sizes if own_start else {})
     monitor = Monitor(run_dir, config.steps)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
     monitor.note(f"model {path} on {device} in {dtype}; engine {engine_name} ({why}); {renderer_words}; run {run_dir}")
@@ -132,7 +141,7 @@ if __name__ == "__main__":
         return config.eval_every > 0 and (step % config.eval_every == 0 or step == config.steps)
 
     exit_code = 0
-    with contextlib.closing(monitor), runner:
+    with contextlib.closing(monitor), runner, lock:
         try:
             try:
                 runner.run(rollouts.setup())

@@ -206,11 +206,18 @@ def settle(call: ToolCall, arguments: object, closed: bool, tools: Sequence[dict
         call.error = "the call is not closed"
     elif not isinstance(arguments, dict):
         call.error = "the arguments are not a JSON object"
+    elif not is_text(to_json(arguments)):
+        call.error = "the arguments hold half a surrogate pair, which is no character"
     else:
         call.error = unknown_tool(call.name, tools)
     if call.error is None:
         call.arguments = arguments
     return call
+
+
+def is_text(text: str) -> bool:
+    """Whether a tokenizer takes it back: JSON can spell half a surrogate pair, which no tokenizer can."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def unknown_tool(name: str, tools: Sequence[dict] | None) -> str | None:

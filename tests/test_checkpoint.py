@@ -29,7 +29,7 @@ from checkpoint import (
     unflatten,
 )
 from engines.hf import HFEngine
-from monitor import cut_records
+from monitor import claim, cut_records
 from policy import OptimizerConfig, Policy
 from tests.conftest import ROOT, run_train, save_model
 from tests.test_policy import make_policy, sample, train_step
@@ -336,8 +336,49 @@ def test_the_command_line(tmp_path):
     said = refused(tmp_path, *short, "--name", "c", "--resume-from", folder / "checkpoints" / "step_1")
     assert "no checkpoint" in said and "step_3" in said and not (tmp_path / "c").exists()
     said = refused(
-        tmp_path, *short, "--env", "arithmetic", "--name", "c", "--resume-from", folder / "checkpoints" / "step_3"
+        tmp_path,
+        "--steps",
+        "9",
+        "--env",
+        "arithmetic",
+        "--name",
+        "c",
+        "--resume-from",
+        folder / "checkpoints" / "step_3",
     )
     assert "its sources are reverse-text, this run's are arithmetic" in said and not (tmp_path / "c").exists()
-    said = refused(tmp_path, *short, "--algo", "rae", "--name", "c", "--resume-from", folder / "checkpoints" / "step_3")
-    assert "reverse-text had another algorithm or task sampler there" in said and not (tmp_path / "c").exists()
+
+
+def test_what_would_lose_a_run_is_refused(tmp_path):
+    short = ["--eval-every", "0", "--steps", "2", "--save-every", "1"]
+    folder = run(tmp_path, *short, "--name", "a")
+    last, before = folder / "checkpoints" / "step_2", (folder / "metrics.jsonl").read_bytes()
+    said = refused(tmp_path, "--name", "a", "--resume", "--steps", "1")
+    assert "--steps 1" in said and "has done 2 already" in said
+    assert json.loads((folder / "config.json").read_text())["steps"] == 2
+    said = refused(tmp_path, *short, "--name", "b", "--resume-from", last)
+    assert "--steps 2" in said and not (tmp_path / "b").exists()
+    with claim(folder):
+        assert "another process" in refused(tmp_path, "--name", "a", "--resume", "--steps", "3")
+    for checkpoint_folder in (folder / "checkpoints").iterdir():
+        (checkpoint_folder / "state.json").write_text("{")
+    assert "can be read" in refused(tmp_path, "--name", "a", "--resume", "--steps", "3")
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_without_a_checkpoint_begins_where_it_began(tmp_path):
+    short = ["--eval-every", "0", "--save-every", "1"]
+    folder = run(tmp_path, *short, "--steps", "2", "--name", "a")
+    run(tmp_path, *short, "--steps", "3", "--name", "b", "--resume-from", folder / "checkpoints" / "step_2")
+    expected = metrics_of(tmp_path / "b")
+    shutil.rmtree(tmp_path / "b" / "checkpoints")
+    assert metrics_of(run(tmp_path, "--steps", "3", "--name", "b", "--resume")) == expected
+    said = refused(tmp_path, "--name", "b", "--resume", "--resume-from", folder / "checkpoints" / "step_2")
+    assert "leave --resume out" in said
+
+
+def test_another_algorithm_and_sampler_begin_afresh(tmp_path):
+    short = ["--eval-every", "0", "--save-every", "1"]
+    folder = run(tmp_path, *short, "--steps", "1", "--name", "a")
+    others = ["--algo", "rae", "--sampler", "difficulty-pool"]
+    run(tmp_path, *short, *others, "--steps", "2", "--name", "b", "--resume-from", folder / "checkpoints" / "step_1")

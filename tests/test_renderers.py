@@ -312,6 +312,9 @@ def test_thinking_retention_with_the_real_tokenizer_and_the_template_refused_by_
         '<tool_call>{"name":"x"}</tool_call>': [("x", "not a JSON object")],
         '<tool_call>{"name":"weather","arguments":{}}': [("weather", "not closed")],
         '<tool_call>{"name":"guess","arguments":{}}</tool_call>': [("guess", "unknown tool 'guess'")],
+        '<tool_call>{"name":"weather","arguments":{"city":"\\ud800"}}</tool_call>': [
+            ("weather", "half a surrogate pair")
+        ],
         "<tool_call>[]</tool_call>": [("", "with a name")],
         "<tool_call></tool_call>": [("", "not valid JSON")],
         f"<tool_call>{'[' * 100_000}</tool_call>": [("", "not valid JSON")],
