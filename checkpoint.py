@@ -16,7 +16,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedTokenizerBase
 
+from packing import Counts, MicroBatch
 from policy import Policy
+from ranks import ALONE, Ranks
 from traces import Branch, Segment, Turn
 
 FORMAT = 1
@@ -72,21 +74,38 @@ def restore_generators(states: dict[str, Any]) -> None:
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
 
 
-def save(checkpoints: Path, snapshot: Snapshot, policy: Policy, tokenizer: PreTrainedTokenizerBase, keep: int) -> Path:
-    """Write checkpoints/step_<n>, then delete all but the newest `keep`. Returns its path."""
+def save(
+    checkpoints: Path,
+    snapshot: Snapshot,
+    policy: Policy | None,
+    tokenizer: PreTrainedTokenizerBase,
+    keep: int,
+    ranks: Ranks = ALONE,
+) -> Path:
+    """Write checkpoints/step_<n>, then delete all but the newest `keep`. Returns its path.
+
+    All ranks take part, in one file system: those that train (others have no policy) write their part of it, the lead, whose
+    snapshot it is, the rest.
+    """
     folder = checkpoints / f"step_{snapshot.step}"
     unfinished = checkpoints / f".unfinished_{snapshot.step}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its remarks on how a world of one writes
-        writer = dcp.HuggingFaceStorageWriter(str(unfinished / "trainer"), save_distributed=True)
-        dcp.save(policy.tensors(), storage_writer=writer)
-    policy.export(unfinished / "hf")
+    if ranks.leads:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    ranks.barrier()
+    if policy is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its remarks on how a world of one writes
+            writer = dcp.HuggingFaceStorageWriter(str(unfinished / "trainer"), save_distributed=True)
+            dcp.save(policy.tensors(), storage_writer=writer)
+        policy.export(unfinished / "hf")
+    updates = ranks.gather(policy.updates if policy is not None else 0)
+    if not ranks.leads:
+        return folder
     tokenizer.save_pretrained(unfinished / "hf")
     tensors, waiting = flatten(snapshot.waiting)
     state = {
-        "format": FORMAT, "step": snapshot.step, "updates": policy.updates, "sizes": snapshot.sizes,
+        "format": FORMAT, "step": snapshot.step, "updates": max(updates), "sizes": snapshot.sizes,
         "generators": snapshot.generators, "rollouts": snapshot.state, "waiting": waiting, "ahead": None,
     }  # fmt: skip
     if snapshot.ahead is not None:
@@ -99,13 +118,14 @@ def save(checkpoints: Path, snapshot: Snapshot, policy: Policy, tokenizer: PreTr
     (unfinished / "files.json").write_text(json.dumps(_sizes(unfinished)))
     _remove(folder)  # a resumed run may come by here again
     os.replace(unfinished, folder)
-    for old in list_checkpoints(checkpoints)[:-keep]:
+    for old in list_steps(checkpoints)[:-keep]:
         _remove(old)
     return folder
 
 
-def load(folder: Path, policy: Policy) -> Snapshot:
-    """Give the policy its weights and moments back, set the global generators, and return the rest.
+def load(folder: Path, policy: Policy | None) -> Snapshot:
+    """Give the policy its weights and moments back, set the global generators, and return the rest. Any number of ranks reads
+    what any number has written.
 
     Raises ValueError where the checkpoint is damaged, is no checkpoint, or is that of another model.
     """
@@ -113,11 +133,12 @@ def load(folder: Path, policy: Policy) -> Snapshot:
     if reason:
         raise ValueError(f"--resume-from {folder}: {reason}{_offer(folder)}")
     state = json.loads((folder / "state.json").read_text())
-    policy.prepare_moments(state["updates"])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(policy.tensors(), storage_reader=dcp.HuggingFaceStorageReader(str(folder / "trainer")))
+            if policy is not None:
+                policy.prepare_moments(state["step"], state["updates"])
+                dcp.load(policy.tensors(), storage_reader=dcp.HuggingFaceStorageReader(str(folder / "trainer")))
     except (CheckpointException, RuntimeError, ValueError) as error:
         raise ValueError(
             f"--resume-from {folder}: it is not of this --model ({str(error).strip().splitlines()[-1][:200]})"
@@ -138,16 +159,46 @@ def load(folder: Path, policy: Policy) -> Snapshot:
     )
 
 
-def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, whole or not."""
+def write_batch(folder: Path, step: int, micro_batches: list[MicroBatch], counts: Counts) -> None:
+    """Write what a step trains on to folder/step_<n>/<i>.safetensors: a file for each micro batch of all ranks, with the counts of
+    the whole step in its header."""
+    there = folder / f"step_{step}"
+    shutil.rmtree(there, ignore_errors=True)  # a resumed run comes by here again
+    there.mkdir(parents=True)
+    header = {name: json.dumps(value) for name, value in vars(counts).items()}
+    for i, micro_batch in enumerate(micro_batches):
+        tensors = {name: tensor for name, tensor in vars(micro_batch).items() if tensor is not None}
+        save_file(tensors, there / f"{i:04d}.safetensors", metadata=header)
+
+
+def read_batches(folder: Path, after: int, last: int) -> Iterator[tuple[int, tuple[list[MicroBatch], Counts]]]:
+    """(step, (its micro batches, its counts)) that `write_batch` wrote, for steps after the one named, up to the last. Raises ValueError
+    where there are none."""
+    steps = [step for step in list_steps(folder) if after < _number(step) <= last]
+    if not steps:
+        raise ValueError(f"--replay {folder}: holds no batch of steps {after + 1} to {last}")
+    for step in steps:
+        micro_batches, counts = [], Counts()
+        for path in sorted(step.glob("*.safetensors")):
+            try:
+                micro_batches.append(MicroBatch(**load_file(path)))
+                with safe_open(path, "pt") as file:
+                    counts = Counts(**{name: json.loads(value) for name, value in file.metadata().items()})
+            except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+                raise ValueError(f"--replay {folder}: {path.name} of {step.name} is no batch: {error}") from None
+        yield _number(step), (micro_batches, counts)
+
+
+def list_steps(checkpoints: Path) -> list[Path]:
+    """The checkpoints of a run, or its batches, oldest first, whole or not."""
     found = [path for path in checkpoints.glob("step_*") if path.name.removeprefix("step_").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(found, key=_number)
 
 
 def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
     """(the newest checkpoint that can be read, what is wrong with those after it)."""
     wrong = []
-    for folder in reversed(list_checkpoints(checkpoints)):
+    for folder in reversed(list_steps(checkpoints)):
         reason = problem(folder)
         if reason is None:
             return folder, wrong
@@ -203,6 +254,10 @@ def unflatten(
             segments, turns = [Segment(*s) for s in rest["segments"]], [Turn(*t) for t in rest["turns"]]
             groups[-1].append(Branch(**arrays, segments=segments, turns=turns, call=rest["call"]))
     return groups
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -159,6 +159,10 @@ class Run:
     micro_batch_tokens: int = 8192
     """tokens in one forward and backward pass"""
 
+    ranks: int | None = None
+    """processes, each with a device of its own, started here; torchrun starts them over several nodes"""
+    rollout_ranks: str | None = None
+    """those that only sample, e.g. 0 or 0,1, while the others train (implies --overlap); default: every rank does both in turn"""
     overlap: bool = False
     """sample batch n+1 from the policy of step n-1 before batch n is trained on: one step off-policy"""
     max_off_policy_steps: int | None = None
@@ -195,6 +199,8 @@ class Run:
     """gradient clipping over the whole model"""
     checkpoint_activations: bool = False
     """recompute activations in the backward pass: less memory, a third more time"""
+    compile: bool = False
+    """torch.compile each block of the trained model: faster after a slow first step; needs a C++ compiler on a CPU"""
 
     eval_every: int = 10
     """steps between evaluations on held-out tasks (also at step 0 and at the end); 0: never"""
@@ -213,6 +219,11 @@ class Run:
     """begin from this checkpoint of another run, e.g. runs/a/checkpoints/step_50: its weights, moments, step and curriculum"""
     grace: float = 60.0
     """seconds that a stopped run (Ctrl-C, SIGTERM) has to end its step before it is saved as it was after the one before"""
+
+    dump_batches: bool = False
+    """write the micro batches of each step to batches/ of the run, as safetensors"""
+    replay: Path | None = None
+    """train on the batches that another run has dumped, e.g. runs/a/batches, without an engine and rollouts"""
 
     runs_dir: Path = Path("runs")
     """where runs are written"""
@@ -275,7 +286,8 @@ class Config(Run):
         filled = {knob: value for knob, value in by_model.items() if getattr(self, knob) is None}
         first, model = self.sources[0], re.sub(r"[^\w.-]+", "-", Path(self.model).name)
         name = f"{name_of(ALGORITHMS, first.algo)}-{name_of(ENVS, first.env)}-{model}-{time.strftime('%m%d-%H%M%S')}"
-        return dataclasses.replace(self, **filled, name=self.name or name)
+        overlap = self.overlap or self.rollout_ranks is not None
+        return dataclasses.replace(self, **filled, name=self.name or name, overlap=overlap)
 
     def check_types(self) -> None:
         """Raise ValueError for a value of a wrong type, which the command line could not say but a config file can."""
@@ -293,6 +305,7 @@ class Config(Run):
         """Raise ValueError, naming option and value, for what can not work; return warnings."""
         self.check_types()
         least = {
+            "ranks": 1,
             "steps": 0,
             "batch_size": 1,
             "seq_len": 2,
@@ -329,6 +342,18 @@ class Config(Run):
             "name",
             self.name,
             "must be a plain folder name",
+        )
+        require(
+            self.rollout_ranks is None or re.fullmatch(r"\d+(,\d+)*", self.rollout_ranks) is not None,
+            "rollout_ranks",
+            self.rollout_ranks,
+            "must be ranks with commas between them, e.g. 0 or 0,1",
+        )
+        require(
+            self.ranks in (None, 1) or not re.fullmatch(r"cuda:\d+", self.device),
+            "device",
+            self.device,
+            "each of several ranks takes a device of its own; say cuda",
         )
         oldest = self.max_off_policy_steps
         require(
@@ -392,6 +417,7 @@ class Config(Run):
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Run)} | {
             "runs_dir": str(self.runs_dir),
             "resume_from": None if self.resume_from is None else str(self.resume_from),
+            "replay": None if self.replay is None else str(self.replay),
             "betas": list(self.betas),
         }
         values["loss"] = _named(LOSSES, self.loss)
@@ -414,10 +440,11 @@ class Config(Run):
             )
             for source in values["sources"]
         ]
-        start = values.get("resume_from")
+        start, replay = values.get("resume_from"), values.get("replay")
         other = {
             "runs_dir": Path(values["runs_dir"]),
             "resume_from": None if start is None else Path(start),
+            "replay": None if replay is None else Path(replay),
             "betas": tuple(values["betas"]),
         }
         return cls(**values | other | {"loss": _rebuilt(LOSSES, values["loss"]), "sources": sources})

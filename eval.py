@@ -284,7 +284,7 @@ if __name__ == "__main__":
     from envs import ENVS
     from envs.base import served_players
     from policy import model_path
-    from rollouts import Group, Rollouts, Stage, row_of
+    from rollouts import EVAL, Group, Rollouts, Stage, row_of
 
     env_name, n = name_of(ENVS, env), args.rollouts or args.k
     stage = Stage(env_name, env)
@@ -350,7 +350,8 @@ if __name__ == "__main__":
 
         start = time.perf_counter()
         with narrator.progress:
-            groups = runner.run(rollouts.play_held_out(stage, n, at_once=args.at_once, seen=seen))
+            groups = rollouts.held_out(stage)
+            runner.run(rollouts.play(groups, 0, EVAL, n, args.at_once, seen))
         seconds = time.perf_counter() - start
         # What an environment finds out by log-probs is about the model's own distribution.
         own = client is None and args.temperature == 1

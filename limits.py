@@ -15,11 +15,16 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
+
+
+class RunStopped(Exception):
+    """The run can not go on; the message says why and what to change."""
 
 
 class Clock:
@@ -160,22 +165,42 @@ class Watchdog:
 
 class Stop:
     """SIGINT (Ctrl-C) and SIGTERM. The first lets the step that is running end; the second, or `grace` seconds, raises
-    KeyboardInterrupt where the run is."""
+    KeyboardInterrupt where the run is.
 
-    def __init__(self, grace: float, note: Callable[[str], None]) -> None:
+    Among other ranks (`alone` False) that happens inside of `released` alone, since elsewhere they wait for this one. tell: passes
+    "asked" and "now" on to them, and `hear` takes what they pass on.
+    """
+
+    def __init__(self, grace: float, note: Callable[[str], None], alone: bool = True) -> None:
         self.grace, self.note = grace, note
         self.asked: int | None = None  # the signal
+        self.tell: Callable[[str], None] = lambda word: None
         self._timer: threading.Timer | None = None
-        self._held = self._late = False
+        self._held, self._late = not alone, False
+        # A launcher passes on a signal that a terminal has sent to every process: within so many seconds they are one.
+        self._same, self._since = 0.0 if alone else 2.0, 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is not None:
+        if self.asked is None:
+            self.tell("asked")
+            self._begin(number)
+        elif time.monotonic() - self._since >= self._same:
+            self.tell("now")
             self.end_now()
-        self.asked = number
+
+    def hear(self, word: str) -> None:
+        """What another rank was asked for; to be called in the main thread."""
+        if word == "now":
+            self.end_now()
+        elif self.asked is None:
+            self._begin(signal.SIGTERM)
+
+    def _begin(self, number: int) -> None:
+        self.asked, self._since = number, time.monotonic()
         self.note(f"stopping after this step, or in {self.grace:g} s without it (once more to stop at once)")
-        self._timer = threading.Timer(self.grace, os.kill, (os.getpid(), number))
+        self._timer = threading.Timer(max(self.grace, self._same), os.kill, (os.getpid(), number))
         self._timer.daemon = True
         self._timer.start()
 
@@ -187,17 +212,33 @@ class Stop:
     def end_now(self) -> None:
         """Raise KeyboardInterrupt, now or at the end of what must not be interrupted."""
         if not self._held:
+            self._held = self._same > 0  # once, where others wait for what comes after it
             raise KeyboardInterrupt
         self._late = True
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """What is inside happens whole."""
-        self._held = True
+        with self._hold(True):
+            yield
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """What is inside may be interrupted."""
+        with self._hold(False):
+            yield
+
+    @contextlib.contextmanager
+    def _hold(self, held: bool) -> Iterator[None]:
+        before, self._held = self._held, held
         try:
+            self._raise_late()
             yield
         finally:
-            self._held = False
-            if self._late:
-                self._late = False
-                raise KeyboardInterrupt
+            self._held = before
+            self._raise_late()
+
+    def _raise_late(self) -> None:
+        if self._late and not self._held:
+            self._late = False
+            self.end_now()

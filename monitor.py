@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 import unicodedata
 from collections import defaultdict
@@ -102,6 +103,10 @@ class Monitor:
             inside = sum(self._seconds.values()) - inner
             self._seconds[name] += time.perf_counter() - start - inside
 
+    def spent(self, name: str, seconds: float) -> None:
+        """Count seconds that another process has spent on this step."""
+        self._seconds[name] += seconds
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Close a step: add its times, write it to metrics.jsonl, show it."""
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
@@ -161,6 +166,29 @@ class Monitor:
         for start in range(0, len(cells), 4):
             table.add_row(*cells[start : start + 4])
         return Group(table, f"[green]{sparkline(self._rewards)}[/]", self._progress)
+
+
+class Bystander:
+    """The monitor of a rank that does not lead: it warns, and leaves the rest to the lead."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self._warned = rank, set()
+
+    def note(self, text: str) -> None:
+        """Nothing: the lead says it."""
+
+    def warn(self, text: str, once: str | None = None) -> None:
+        """Warn as `Monitor.warn` does."""
+        if once is None or once not in self._warned:
+            self._warned.add(once or "")
+            print(f"warning: rank {self.rank}: {visible(text)}", file=sys.stderr)
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager:
+        """Nothing: the lead's clock counts."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _worth_showing(metrics: dict[str, float], name: str) -> bool:

@@ -20,6 +20,7 @@ from traces import STREAMS, Branch
 
 IDENTITY = {"advantages": 0.0, "rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
 COMPONENTS = ("rl", "ce", "ref_kl")
+LINEAR_LENGTH = 12_288  # at this length attention costs as much as the rest of a layer: 12 times the width, here 1,024
 
 
 @dataclass
@@ -76,26 +77,28 @@ class Counts:
 
 
 def pack(
-    branches: Sequence[Branch], seq_len: int, micro_batch_tokens: int | None = None
+    branches: Sequence[Branch], seq_len: int, micro_batch_tokens: int | None = None, ranks: int = 1
 ) -> tuple[list[MicroBatch], Counts]:
-    """Lay branches out in rows and rows in micro batches of at most `micro_batch_tokens` tokens (default: one micro batch).
+    """Lay branches out in rows and rows in micro batches of at most `micro_batch_tokens` tokens (default: one for each rank).
 
     Deterministic in its input. A branch longer than seq_len keeps its first seq_len tokens of every stream and is counted
-    in `Counts.cut`. Raises ValueError where a stream's length is not the token count, where a member token lacks a stream
-    or a finite value, and where a branch is empty.
+    in `Counts.cut`. There is a multiple of `ranks` micro batches, and rank r takes [r::ranks]: those that run at the same time
+    stand together and cost about the same. Where rows are too few, fillers stand in that hold no member of any component.
+    Raises ValueError where a stream's length is not the token count, where a member token lacks a stream or a finite value,
+    and where a branch is empty.
     """
     for index, branch in enumerate(branches):
         _validate(index, branch)
     lengths = [min(len(branch), seq_len) for branch in branches]
     width = max(lengths, default=0)
     rows = fill_rows(lengths, width)
-    rows_per_batch = max(1, micro_batch_tokens // width) if micro_batch_tokens and width else max(1, len(rows))
+    rows_per_batch = max(1, micro_batch_tokens // width) if micro_batch_tokens and width else -(-len(rows) // ranks)
+    at_once = max(1, rows_per_batch * ranks)
     present = [name for name in STREAMS if any(getattr(branch, name) is not None for branch in branches)]
     micro_batches = [
-        _micro_batch(
-            [[(i, branches[i], lengths[i]) for i in row] for row in rows[start : start + rows_per_batch]], present
-        )
-        for start in range(0, len(rows), rows_per_batch)
+        _micro_batch([[(i, branches[i], lengths[i]) for i in row] for row in share], present)
+        for start in range(0, len(rows), at_once)
+        for share in balance(rows[start : start + at_once], lengths, ranks)
     ]
     counts = Counts(cut=sum(len(branch) > seq_len for branch in branches), tokens=sum(lengths))
     for batch in micro_batches:
@@ -126,8 +129,28 @@ def fill_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
     return rows
 
 
+def balance(rows: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
+    """Deal rows to ranks that run at the same time, to none more than its share rounded up: the most expensive first, each to the
+    rank that has least to do. A sequence costs its tokens and what they attend to."""
+    most = -(-len(rows) // ranks)
+    costs = [sum(lengths[i] * (1 + lengths[i] / LINEAR_LENGTH) for i in row) for row in rows]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0.0] * ranks
+    for r in sorted(range(len(rows)), key=lambda r: (-costs[r], r)):
+        rank = min((rank for rank in range(ranks) if len(shares[rank]) < most), key=lambda rank: (load[rank], rank))
+        shares[rank].append(r)
+        load[rank] += costs[r]
+    return [[rows[r] for r in sorted(share)] for share in shares]
+
+
+def fill_up(micro_batches: list[MicroBatch], ranks: int) -> list[MicroBatch]:
+    """The same with fillers behind them, as many as make it a multiple of `ranks`."""
+    return micro_batches + [_micro_batch([], []) for _ in range(-len(micro_batches) % ranks)]
+
+
 def _micro_batch(rows: list[list[tuple[int, Branch, int]]], present: list[str]) -> MicroBatch:
-    width = max(sum(length for _, _, length in row) for row in rows)
+    rows = rows or [[]]  # a filler
+    width = max(1, *(sum(length for _, _, length in row) for row in rows))
     shape = (len(rows), width)
     token_ids, position_ids = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     sequence_ids, loss_mask = np.full(shape, -1, np.int64), np.zeros(shape, bool)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.quantization_config import GgufConfig
 
@@ -179,6 +180,14 @@ class TokenLogprobs(nn.Module):
         return spread(values[:, 0]), spread(entropies), None if topk_ids is None else spread(values[:, 1:])
 
 
+def make_mesh(device_type: str, world: int, nodes: int) -> DeviceMesh:
+    """The ranks that train. Parameters are sharded over them, or where every one of several nodes has as many, over those of a
+    node and replicated over nodes, since a gradient is sent once in a step and parameters are gathered for every micro batch."""
+    if nodes > 1 and world % nodes == 0:
+        return dist.init_device_mesh(device_type, (nodes, world // nodes), mesh_dim_names=("replicate", "shard"))
+    return dist.init_device_mesh(device_type, (world,))
+
+
 class Policy:
     """The model in training.
 
@@ -196,6 +205,8 @@ class Policy:
         dtype: torch.dtype = torch.float32,
         checkpoint_activations: bool = False,
         offload_optimizer: bool = False,
+        compile_blocks: bool = False,
+        nodes: int = 1,
     ) -> None:
         if not dist.is_initialized():
             dist.init_process_group(
@@ -219,14 +230,21 @@ class Policy:
             if dtype != torch.float32
             else MixedPrecisionPolicy()
         )
-        mesh = dist.init_device_mesh(device.split(":")[0], (dist.get_world_size(),))
+        mesh = make_mesh(device.split(":")[0], dist.get_world_size(), nodes)
         for block in [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]:
+            if compile_blocks:
+                block.compile(dynamic=True)
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):  # the loss is a sum over ranks, and so is its gradient
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
         )
-        self.updates = 0  # steps of the optimizer, without those that were skipped
+        self.trained = 0  # the step that it was trained on last
+        self.updates = 0  # of the optimizer, without those that were skipped
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropies of the needed tokens at the sampling temperature, float32 [B, T], and the
@@ -245,6 +263,7 @@ class Policy:
                 self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
+        self.trained = step
         return {"optim/grad_norm": grad_norm, "optim/lr": lr, "optim/skipped": float(not math.isfinite(grad_norm))}
 
     @torch.no_grad()
@@ -265,16 +284,19 @@ class Policy:
         return tensors
 
     @torch.no_grad()
-    def prepare_moments(self, updates: int) -> None:
-        """Make room for the moments of an optimizer that has made so many updates."""
-        self.updates = updates
+    def prepare_moments(self, step: int, updates: int) -> None:
+        """Make room for the moments of an optimizer that has made so many updates up to this step."""
+        self.trained, self.updates = step, updates
         for parameter in self.model.parameters() if updates else ():
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(updates))} | moments
 
     def export(self, folder: Path) -> None:
-        """Write the model as transformers and vLLM load it, in the dtype of the forward pass."""
-        weights = {name: tensor.to(self.dtype).cpu() for name, tensor in self.weights()}
+        """Write the model as transformers and vLLM load it, in the dtype of the forward pass. All ranks gather it, one writes."""
+        first = dist.get_rank() == 0
+        weights = {name: tensor.to(self.dtype).cpu() for name, tensor in self.weights() if first}
+        if not first:
+            return
         lm = self.model.lm
         with torch.device("meta"):  # sharding has changed the class of the one at hand
             blank = AutoModelForCausalLM.from_config(lm.config, dtype=self.dtype)

@@ -10,6 +10,7 @@ What is left over in the queue starts the next batch. Nothing here knows which a
 """
 
 import asyncio
+import contextlib
 import itertools
 import random
 import traceback
@@ -27,17 +28,14 @@ from engines.base import Completion, Engine, Sampling, seed_of
 from envs import ENVS, Agent, Env
 from envs.base import Cut, ScriptedAgent, trained_agents
 from frozen import FrozenModel
-from limits import Clock, Watchdog
+from limits import Clock, RunStopped, Watchdog
 from monitor import Monitor
+from ranks import ALONE, Ranks
 from renderers.base import Body
 from traces import Branch, Episode, Message, Task, Trace, trainable_traces
 
 TRAIN, EVAL = 0, 1  # the two streams of randomness
 STOPS = ("max_new_tokens", "max_turns", "context", "timeout", "error")  # why an episode ended, if it was not done
-
-
-class RunStopped(Exception):
-    """The run can not go on; the message says why and what to change."""
 
 
 @dataclass
@@ -51,6 +49,13 @@ class Stage:
     group_size: int = 1
     ratio: float = 1.0
     dealt: int = 0
+    tokens: int = 0  # that were sampled in `episodes` so far
+    episodes: int = 0
+
+    @property
+    def mean_tokens(self) -> float:
+        """How long an episode was so far."""
+        return (self.tokens + 1) / (self.episodes + 1)
 
 
 @dataclass
@@ -132,8 +137,10 @@ class Rollouts:
         renderer: Any,
         monitor: Monitor,
         connect: Callable[[FrozenModel], Engine] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config, self.engine, self.renderer, self.monitor, self.connect = config, engine, renderer, monitor, connect
+        self.ranks = ranks
         self.stages: list[Stage] = []
         for source in config.sources:
             self.stages.append(self._stage(source))
@@ -182,8 +189,7 @@ class Rollouts:
         with self.monitor.phase("sample"):
             while self.queue.missing():
                 groups = self._deal(self.queue.missing())
-                with Watchdog(self.config.rollout_timeout, self._clocks):
-                    await asyncio.gather(*[self._play_group(group, step) for group in groups])
+                await self._play_everywhere(groups, step, TRAIN)
                 with self.monitor.phase("score"):
                     for group in groups:
                         await self._finish(group, step)
@@ -196,38 +202,68 @@ class Rollouts:
         metrics = {}
         with self.monitor.phase("eval"):
             for stage in self.stages:
-                groups = await self.play_held_out(stage, 1, step)
+                groups = self.held_out(stage)
+                await self._play_everywhere(groups, step, EVAL, rollouts=1)
                 measured = await self.measured(stage, [episode for group in groups for episode in group.episodes])
                 metrics |= {f"eval/{stage.name}/{name}": value for name, value in measured.items()}
         return metrics
 
-    async def play_held_out(
+    def held_out(self, stage: Stage) -> list[Group]:
+        """The first eval_samples held-out tasks, yet to be played."""
+        tasks = itertools.islice(stage.env.tasks("eval"), self.config.eval_samples)
+        return [Group(i, stage, task) for i, task in enumerate(tasks)]
+
+    async def play(
         self,
-        stage: Stage,
-        rollouts: int,
-        step: int = 0,
+        groups: list[Group],
+        step: int,
+        stream: int,
+        rollouts: int | None = None,
         at_once: int | None = None,
         seen: Callable[[Group, int, Episode], None] | None = None,
-    ) -> list[Group]:
-        """The first eval_samples held-out tasks, each played `rollouts` times; `at_once` bounds how many episodes live at a
-        time. seen(group, rollout, episode) is called as each one ends."""
-        tasks = itertools.islice(stage.env.tasks("eval"), self.config.eval_samples)
-        groups = [Group(i, stage, task) for i, task in enumerate(tasks)]
-        free = asyncio.Semaphore(at_once or max(1, len(groups) * rollouts))
+    ) -> None:
+        """Play each group `rollouts` times (default: its source's group size), on this rank and all at once; `at_once` bounds how many
+        episodes live at a time. seen(group, rollout, episode) is called as each one ends."""
+        free = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
 
         async def play(group: Group, rollout: int) -> Episode:
             async with free:
-                episode = await self._play(group, rollout, step, EVAL)
+                episode = await self._play(group, rollout, step, stream)
             if seen is not None:
                 seen(group, rollout, episode)
             return episode
 
         async def play_group(group: Group) -> None:
-            group.episodes = await asyncio.gather(*[play(group, rollout) for rollout in range(rollouts)])
+            size = rollouts or group.stage.group_size
+            group.episodes = await asyncio.gather(*[play(group, rollout) for rollout in range(size)])
 
         with Watchdog(self.config.rollout_timeout, self._clocks):
             await asyncio.gather(*[play_group(group) for group in groups])
-        return groups
+
+    async def play_share(self, share: tuple[list[tuple[int, str, Task]], tuple]) -> list[list[Episode]]:
+        """Play what the lead has dealt to this rank: (index, stage, task) of each group, and how. Gives their episodes."""
+        dealt, how = share
+        stages = {stage.name: stage for stage in self.stages}
+        groups = [Group(index, stages[name], task) for index, name, task in dealt]
+        await self.play(groups, *how)
+        return [group.episodes for group in groups]
+
+    async def _play_everywhere(self, groups: list[Group], step: int, stream: int, rollouts: int | None = None) -> None:
+        """Play groups on all ranks that sample. They stay whole, and each goes to the rank that has least to do, as far as one can
+        know: by how many tokens an episode of its source took so far."""
+        shares: list[list[Group]] = [[] for _ in self.ranks.rollout]
+        load = [0.0] * len(shares)
+        for group in groups:
+            rank = load.index(min(load))
+            shares[rank].append(group)
+            load[rank] += (rollouts or group.stage.group_size) * group.stage.mean_tokens
+        dealt = [[(group.index, group.stage.name, group.task) for group in share] for share in shares]
+        works = [(share, (step, stream, rollouts)) for share in dealt]
+        for share, played in zip(shares, await self.ranks.play(works, self.play_share), strict=True):
+            for group, episodes in zip(share, played, strict=True):
+                group.episodes = episodes
+                group.stage.episodes += len(episodes)
+                group.stage.tokens += sum(trace.num_sampled for episode in episodes for trace in episode.traces)
 
     async def measured(self, stage: Stage, episodes: list[Episode], own: bool = True) -> dict[str, float]:
         """Mean reward ("mean") and means of the environment's metrics, and with `own` what the environment evaluates itself.
@@ -291,11 +327,6 @@ class Rollouts:
             self.dealt += 1
             traces -= stage.group_size * len(trained_agents(stage.env))
         return groups
-
-    async def _play_group(self, group: Group, step: int) -> None:
-        group.episodes = await asyncio.gather(
-            *[self._play(group, rollout, step, TRAIN) for rollout in range(group.stage.group_size)]
-        )
 
     async def _play(self, group: Group, rollout: int, step: int, stream: int) -> Episode:
         """Play one episode and score it. Whatever goes wrong in it ends this episode alone."""

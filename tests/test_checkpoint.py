@@ -21,7 +21,7 @@ from checkpoint import (
     Snapshot,
     flatten,
     generator_states,
-    list_checkpoints,
+    list_steps,
     load,
     newest_whole,
     problem,
@@ -110,7 +110,7 @@ def test_kill_9_and_resume(tmp_path):
         time.sleep(0.001)
     process.kill()
     process.wait()
-    killed = len(list_checkpoints(tmp_path / "run" / "checkpoints"))
+    killed = len(list_steps(tmp_path / "run" / "checkpoints"))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and killed == 1 and "goes on from" in done.stdout
     straight = run(tmp_path, "--eval-every", "0", "--name", "straight")
@@ -152,7 +152,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number, grace, steps, tmp_path, mo
     assert not [thread for thread in left if not thread.finished.is_set()], (
         "a signal to come would hit whoever is there by then"
     )
-    saved = [path.name for path in list_checkpoints(folder / "checkpoints")]
+    saved = [path.name for path in list_steps(folder / "checkpoints")]
     assert saved == [f"step_{2 + steps}"]
     run(tmp_path, "--name", "run", "--resume", "--grace", 60)
     straight = run(tmp_path, *flags, "--name", "straight")
@@ -276,7 +276,7 @@ def test_only_the_newest_are_kept_and_a_step_can_be_saved_again(saved, tiny_path
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
     for step in (2, 10, 10):
         save(folder, Snapshot(step, generators=generator_states()), policy, tokenizer, keep=2)
-    assert [path.name for path in list_checkpoints(folder)] == ["step_2", "step_10"]
+    assert [path.name for path in list_steps(folder)] == ["step_2", "step_10"]
     assert sorted(path.name for path in folder.iterdir()) == ["step_10", "step_2"]
 
 
