@@ -116,12 +116,12 @@ class Ranks:
 
     def say_why(self, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         """What is said of an error that ends this rank: where another one is gone, one line at the lead."""
-        if not issubclass(kind, RankLost):
+        broken = kind is RuntimeError and "Connection" in str(error)  # in a collective of the sharded model
+        if not issubclass(kind, RankLost) and not broken:
             sys.__excepthook__(kind, error, traceback)
         elif self.leads:
-            print(
-                f"{error}; what was said before tells why. --resume goes on from the newest checkpoint", file=sys.stderr
-            )
+            who = "another rank is gone" if broken else error
+            print(f"{who}; what it said last tells why. --resume goes on from the newest checkpoint", file=sys.stderr)
 
     def fail(self, message: str) -> NoReturn:
         """`config.fail`, at the lead, and elsewhere if the lead has nothing to say: it mostly finds the same mistake, and its end is
@@ -380,4 +380,4 @@ def _lost(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"rank {rank} is gone ({str(error).splitlines()[0][:200]})") from error
+        raise RankLost(f"rank {rank} is gone ({str(error).partition('. ')[0][-200:]})") from error

@@ -32,6 +32,7 @@ if __name__ == "__main__":
     from collections import deque
     from collections.abc import Callable, Coroutine
     from dataclasses import astuple, replace
+    from pathlib import Path
     from typing import Any
 
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # until there is a run to end well
@@ -206,7 +207,8 @@ if __name__ == "__main__":
         stop.in_time()
         folder = save(run_dir / "checkpoints", snapshot, policy, renderer.tokenizer, config.keep, ranks)
         if stop.asked:
-            monitor.note(f"saved {folder}; go on with: python train.py --name {config.name} --resume")
+            where = "" if config.runs_dir == Path("runs") else f" --runs-dir {config.runs_dir}"
+            monitor.note(f"saved {folder}; go on with: python train.py --name {config.name}{where} --resume")
 
     def is_eval_step(step: int) -> bool:
         return config.eval_every > 0 and (step % config.eval_every == 0 or step == config.steps)
