@@ -89,7 +89,7 @@ def test_options_of_a_family():
 
 
 def test_rewards_and_formats():
-    env = ReasoningGym(task="chain_sum", size=5)
+    env = ReasoningGym(task="chain_sum", size=5, answer="tags")
     task = env.tasks("train")[0]
     right = task.info["answer"]
     assert task.prompt[0]["role"] == "system" and "<answer>" in task.prompt[0]["content"]
@@ -100,6 +100,15 @@ def test_rewards_and_formats():
         trace = play(env, task, reply)
         assert trace.metrics == {"formatted": formatted, "unreadable": 0}
         assert trace.reward == reward if reward is not None else trace.reward < 1
+    env = ReasoningGym(
+        task="chain_sum", size=5
+    )  # what a small model writes without tags is read as well, and tags go first
+    assert env.tasks("train")[0].prompt == task.prompt
+    for reply, reward, formatted in (
+        (f"<answer>{right}</answer>\n0", 1, 1), (f"so\n{right}\n", 1, 0), (f"{right}\n<answer></answer>", 0, 1), ("\n", 0, 0),
+    ):  # fmt: skip
+        trace = play(env, task, reply)
+        assert (trace.reward, trace.metrics["formatted"]) == (reward, formatted), reply
     env = ReasoningGym(task="chain_sum", size=5, answer="last-line")
     task = env.tasks("train")[0]
     assert len(task.prompt) == 1 and task.prompt[0]["content"].endswith("on the last line.")
