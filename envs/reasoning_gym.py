@@ -4,8 +4,9 @@
     python train.py --env reasoning-gym --env.task basic_arithmetic --env.config max_terms=3 max_digits=2 --model smollm2
 
 The home of task samplers and gates (a family's options make it easier or harder) and of grpo and max_rl on a real model. It takes an
-instruction-tuned model. Look at `formatted` first, the share of replies that have the answer between the tags that they were asked
-for: where it is low, a run learns to answer briefly before it learns to answer rightly. --env.answer tags is strict about them.
+instruction-tuned model, which is asked for the answer alone on the last line. --env.answer tags asks as the package does, to think
+step by step and to write <answer> tags. Look at `formatted` there first: where it is low, a run learns where to put the answer, and
+not how to find it. SmolLM2-135M never writes them.
 
 Some of the package's scorers evaluate what the model wrote as Python. They run in a worker process that can write no file and has
 a limit of time and memory, which is less than a sandbox: mind what you train on a machine that matters.
@@ -35,8 +36,8 @@ LAST_LINE = "Give the final answer alone on the last line."
 class ReasoningGym(Env):
     """A question of the family `task`; the reward is the package's score of the answer, 1 for the right one.
 
-    A reply without an answer earns 0, and so does an answer that the scorer fails at (`unreadable`). `formatted` is the share that
-    have it where it was asked for. Questions are distinct, and none stands in both splits.
+    A reply without an answer earns 0 (`formatted` is the share that has one), and so does an answer that the scorer fails at
+    (`unreadable`). Questions are distinct, and none stands in both splits.
     """
 
     task: str = ""
@@ -49,11 +50,10 @@ class ReasoningGym(Env):
     """held-out questions that are made"""
     seed: int = 0
     """of the questions"""
-    answer: Literal["auto", "tags", "last-line"] = "auto"
-    """where the answer stands: tags = in the last <answer>...</answer>, as the package's system prompt asks; auto = the same, but a
-    reply without them is read by its last line; last-line = there alone, and no system prompt"""
+    answer: Literal["last-line", "tags"] = "last-line"
+    """where the answer stands: on the last line, or in the last <answer>...</answer>, as the package's system prompt asks"""
     system_prompt: str = "default"
-    """which of the package's system prompts asks for the tags: default, simple, direct, ..."""
+    """which of the package's system prompts asks for --env.answer tags: default, simple, direct, ..."""
     grading_timeout: float = 10.0
     """seconds after which an answer can not be graded, and the rollout counts as errored"""
 
@@ -76,6 +76,8 @@ class ReasoningGym(Env):
             )
         if self.system_prompt not in SYSTEM_PROMPTS:
             raise ValueError(f"--env.system-prompt {self.system_prompt}: choose one of {', '.join(SYSTEM_PROMPTS)}")
+        if self.system_prompt != "default" and self.answer != "tags":
+            raise ValueError(f"--env.system-prompt {self.system_prompt}: goes with --env.answer tags alone")
         for name in {"seed", "size"} & self.config.keys():
             raise ValueError(f"--env.config {name}={self.config[name]}: set --env.{name} instead")
         written = " ".join(f"{name}={value}" for name, value in self.config.items())
@@ -97,7 +99,7 @@ class ReasoningGym(Env):
         for key, entry in chosen.items():
             if key in other and (int(key, 16) % 2 == 0) != (split == "eval"):
                 continue
-            if self.answer != "last-line":
+            if self.answer == "tags":
                 prompt = [{"role": "system", "content": SYSTEM_PROMPTS[self.system_prompt]}, user(entry["question"])]
             else:
                 prompt = [user(f"{entry['question']}\n\n{LAST_LINE}")]
@@ -109,9 +111,9 @@ class ReasoningGym(Env):
     async def play(self, task: Task, agent: Agent) -> None:
         """One question, one answer."""
         reply = await agent.say(*task.prompt)
-        answer, formatted = self.extract(reply["content"])
+        answer = self.extract(reply["content"])
         metrics = agent.trace.metrics
-        metrics["formatted"], metrics["unreadable"], agent.trace.reward = float(formatted), 0.0, 0.0
+        metrics["formatted"], metrics["unreadable"], agent.trace.reward = float(answer is not None), 0.0, 0.0
         if answer is not None:
             found = await grade(
                 agent, score, self.task, json.dumps(self.config), answer, task.info["entry"],
@@ -119,16 +121,13 @@ class ReasoningGym(Env):
             )  # fmt: skip
             agent.trace.reward, metrics["unreadable"] = (0.0, 1.0) if found is None else (found, 0.0)
 
-    def extract(self, text: str) -> tuple[str | None, bool]:
-        """The answer in a reply, or None, and whether it stands where it was asked for."""
-        last_line = text.strip().rpartition("\n")[2].strip() or None
+    def extract(self, text: str) -> str | None:
+        """The answer in a reply, or None."""
         if self.answer == "last-line":
-            return last_line, last_line is not None
+            return text.strip().rpartition("\n")[2].strip() or None
         before, closed, _ = text.rpartition("</answer>")
-        _, opened, tagged = before.rpartition("<answer>")
-        if opened and closed:
-            return tagged.strip(), True
-        return last_line if self.answer == "auto" else None, False
+        _, opened, answer = before.rpartition("<answer>")
+        return answer.strip() if opened and closed else None
 
 
 @functools.lru_cache(4)
