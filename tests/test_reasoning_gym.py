@@ -52,7 +52,7 @@ def test_splits_are_distinct_disjoint_and_the_same_again():
     env = ReasoningGym(task="basic_arithmetic", size=200, eval_size=50)
     train, held_out = env.tasks("train"), env.tasks("eval")
     assert len(train) > 190 and len(held_out) > 45
-    questions = [task.prompt[1]["content"] for task in train + held_out]
+    questions = [task.prompt[-1]["content"] for task in train + held_out]
     assert len(set(questions)) == len({task.key for task in train + held_out}) == len(questions)
     entries.cache_clear()
     assert [task.key for task in env.tasks("train")] == [task.key for task in train]
@@ -89,7 +89,7 @@ def test_options_of_a_family():
 
 
 def test_rewards_and_formats():
-    env = ReasoningGym(task="chain_sum", size=5)
+    env = ReasoningGym(task="chain_sum", size=5, answer="tags")
     task = env.tasks("train")[0]
     right = task.info["answer"]
     assert task.prompt[0]["role"] == "system" and "<answer>" in task.prompt[0]["content"]
@@ -100,7 +100,7 @@ def test_rewards_and_formats():
         trace = play(env, task, reply)
         assert trace.metrics == {"formatted": formatted, "unreadable": 0}
         assert trace.reward == reward if reward is not None else trace.reward < 1
-    env = ReasoningGym(task="chain_sum", size=5, answer="last-line")
+    env = ReasoningGym(task="chain_sum", size=5)  # the default asks for what a small model can do
     task = env.tasks("train")[0]
     assert len(task.prompt) == 1 and task.prompt[0]["content"].endswith("on the last line.")
     assert play(env, task, f"so\n{right}\n").reward == 1 and play(env, task, f"{right}\nso").reward < 1
@@ -108,21 +108,21 @@ def test_rewards_and_formats():
 
 
 def test_an_answer_that_is_code_runs_in_a_worker_or_not_at_all():
-    env = ReasoningGym(task="spiral_matrix", size=2, eval_size=2)
+    env = ReasoningGym(task="spiral_matrix", answer="tags", size=2, eval_size=2)
     task = env.tasks("train")[0]
     trace = play(env, task, "<answer>[exit()]</answer>")
     assert trace.reward == 0 and trace.metrics["unreadable"] in (0, 1)
     assert play(env, task, f"<answer>{task.info['answer']}</answer>").reward == 1, "exit() harms no later answer"
     with pytest.raises(RuntimeError, match="exit code 7"):
         play(env, task, "<answer>[__import__('os')._exit(7)]</answer>")
-    env = ReasoningGym(task="spiral_matrix", size=2, eval_size=2, grading_timeout=0.5)
+    env = ReasoningGym(task="spiral_matrix", answer="tags", size=2, eval_size=2, grading_timeout=0.5)
     with pytest.raises(TimeoutError):
         play(env, task, "<answer>[__import__('time').sleep(60)]</answer>")
     assert play(env, task, f"<answer>{task.info['answer']}</answer>").reward == 1
 
 
 def test_a_scorer_that_fails_is_counted():
-    env = ReasoningGym(task="prime_factorization", size=2, eval_size=2)
+    env = ReasoningGym(task="prime_factorization", answer="tags", size=2, eval_size=2)
     trace = play(env, env.tasks("train")[0], "<answer>garbage</answer>")
     assert trace.reward == 0 and trace.metrics == {"formatted": 1, "unreadable": 1}
 
@@ -136,7 +136,8 @@ def test_a_scorer_that_fails_is_counted():
      ("--env.task chain_sum --env.config min_digits=two", ("--env.config min_digits=two: chain_sum says",)),
      ("--env.task chain_sum --env.config size=2", ("--env.config size=2: set --env.size",)),
      ("--env.task chain_sum --env.size 0", ("--env.size 0",)), ("--env.task chain_sum --env.seed 2000000000", ("--env.seed 2000000000",)),
-     ("--env.task chain_sum --env.system-prompt none", ("--env.system-prompt none", "default")),
+     ("--env.task chain_sum --env.answer tags --env.system-prompt none", ("--env.system-prompt none", "default")),
+     ("--env.task chain_sum --env.system-prompt direct", ("--env.system-prompt direct", "--env.answer tags")),
      ("--env.task chain_sum --env.grading-timeout -1", ("--env.grading-timeout -1",))],
 )  # fmt: skip
 def test_one_line_names_the_option(flags, words, capsys):
