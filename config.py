@@ -214,6 +214,8 @@ class Run:
     grace: float = 60.0
     """seconds that a stopped run (Ctrl-C, SIGTERM) has to end its step before it is saved as it was after the one before"""
 
+    track: Literal["none", "wandb", "tensorboard"] = "none"
+    """a tracker that is told the metrics too; wandb also offline (WANDB_MODE=offline)"""
     runs_dir: Path = Path("runs")
     """where runs are written"""
     name: str | None = None
@@ -616,6 +618,17 @@ def parse_beside_env(args: Sequence[str], knobs: type, env: str | None, descript
     except ValueError as error:
         fail(str(error))
     return parsed.knobs, played
+
+
+def parse_knobs(args: Sequence[str], knobs: type, description: str) -> Any:
+    """The dataclass `knobs` as a command line sets it, for a script with no other options; checked, and mistakes end as in `parse`."""
+    flags = {"knobs": (Annotated[knobs, tyro.conf.arg(name="")], knobs())}
+    parsed = _read_flags(flags, args, description)
+    try:
+        parsed.knobs.check()
+    except ValueError as error:
+        fail(str(error))
+    return parsed.knobs
 
 
 def _read_flags(flags: dict[str, tuple[Any, Any]], args: Sequence[str], description: str, several: bool = False) -> Any:

@@ -16,9 +16,12 @@ from config import fail, parse
 
 if __name__ == "__main__":
     config, notes = parse(sys.argv[1:])
+    from monitor import RunConsole
+
+    console = RunConsole(highlight=False, soft_wrap=True)
     if config.dry_run:
-        print(json.dumps(config.to_dict(), indent=2))
-        print("\n".join([config.words(), *notes]))
+        console.out(json.dumps(config.to_dict(), indent=2))
+        console.out("\n".join([config.words(), *notes]))
         raise SystemExit(0)
 
     # Heavy imports wait until the command line is known to be right, so that --help and mistakes are answered at once.
@@ -40,7 +43,7 @@ if __name__ == "__main__":
     from envs import ENVS
     from limits import Stop
     from losses import as_scalars, compute_loss, make_rl_loss, merge, summarize
-    from monitor import Monitor, claim, cut_records
+    from monitor import Monitor, check_tracker, claim, cut_records
     from packing import pack
     from policy import OptimizerConfig, Policy, model_path
     from rollouts import Rollouts, RunStopped
@@ -59,11 +62,12 @@ if __name__ == "__main__":
         config.runs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"--runs-dir {config.runs_dir}: {error.strerror}")
-    print("\n".join([*notes, config.words()]), flush=True)
+    console.out("\n".join([*notes, config.words()]))
 
     runner = asyncio.Runner()
     try:
         device, dtype = find_device(config.device, config.dtype)
+        check_tracker(config.track)
         engine_name, why = choose_engine(config.engine, device, config.temperature)
         rl_loss = make_rl_loss(**config.to_dict()["loss"])
         path = model_path(config.model, name_of(ENVS, config.sources[0].env))
@@ -74,7 +78,7 @@ if __name__ == "__main__":
         served: dict[tuple, RemoteEngine] = {}
         for flag, model, needs in config.frozen_models():
             client = served.setdefault(astuple(model), RemoteEngine(model, flag, renderer, config.seq_len))
-            print(runner.run(client.preflight(needs, config.seq_len)), flush=True)
+            console.out(runner.run(client.preflight(needs, config.seq_len)))
 
         # The model twice on one device, which take turns there: the engine samples, the policy trains.
         policy = Policy(
@@ -110,7 +114,7 @@ if __name__ == "__main__":
         fail(f"--name {config.name}: another process is writing {run_dir}")
     if config.resume:  # what was written after the checkpoint will be written again
         cut_records(run_dir, snapshot.sizes if own_start else {})
-    monitor = Monitor(run_dir, config.steps)
+    monitor = Monitor(run_dir, config.steps, console)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
     monitor.note(f"model {path} on {device} in {dtype}; engine {engine_name} ({why}); {renderer_words}; run {run_dir}")
     try:
@@ -129,7 +133,8 @@ if __name__ == "__main__":
     def take(step: int, ahead: tuple | None) -> Snapshot:
         """What the run would go on from after this step."""
         waiting = list(rollouts.queue.waiting)
-        return Snapshot(step, rollouts.state_dict(), waiting, ahead, monitor.sizes(), generator_states())
+        state, sizes = rollouts.state_dict(), monitor.sizes()
+        return Snapshot(step, state, waiting, ahead, sizes, generator_states(), monitor.tracked)
 
     def save_checkpoint() -> None:
         stop.in_time()
@@ -150,6 +155,8 @@ if __name__ == "__main__":
             except (ValueError, RunStopped) as error:
                 give_up()
                 fail(str(error))
+            tracked = snapshot.tracked if own_start else {}
+            monitor.track(config.track, config.to_dict(), tracked, snapshot.step + 1 if start else 0)
             if not start and is_eval_step(0):
                 monitor.log(0, runner.run(rollouts.evaluate(0)))
             trained, ahead, out_of_rollouts = snapshot.step, snapshot.ahead, None
@@ -228,5 +235,5 @@ if __name__ == "__main__":
                 for client in served.values():
                     runner.run(client.disconnect())
             engine.close()
-    monitor.console.print(f"run written to {run_dir}", markup=False)
+    console.out(f"run written to {run_dir}")
     raise SystemExit(exit_code)
