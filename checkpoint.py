@@ -2,7 +2,7 @@
 
     runs/<name>/checkpoints/step_<n>/
         trainer/        weights and the optimizer's moments, a file for each rank that trains (any number of ranks reads them)
-        state.json      the step, samplers, gates, baselines, counters, generators, and how long the run's records were
+        state.json      the step, samplers, gates, baselines, counters, generators, how long the run's records were, its id at trackers
         branches.safetensors    rollouts that wait to be trained on
         hf/             the model as transformers and vLLM load it: weights, config, tokenizer
         files.json      the size of every other file, written last
@@ -47,7 +47,7 @@ class Snapshot:
     """What a run is at the end of a step, beside its model.
 
     state: of the rollouts (JSON types). waiting: the branches of traces that wait for a batch. ahead: a batch that was sampled
-    already, with its metrics. sizes: bytes of the run's records by file name.
+    already, with its metrics. sizes: bytes of the run's records by file name. tracked: the run's id by tracker.
     """
 
     step: int
@@ -56,6 +56,7 @@ class Snapshot:
     ahead: tuple[list[Branch], dict[str, float]] | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
+    tracked: dict[str, str] = field(default_factory=dict)
 
 
 def generator_states() -> dict[str, Any]:
@@ -107,6 +108,7 @@ def save(
     state = {
         "format": FORMAT, "step": snapshot.step, "updates": max(updates), "sizes": snapshot.sizes,
         "generators": snapshot.generators, "rollouts": snapshot.state, "waiting": waiting, "ahead": None,
+        "tracked": snapshot.tracked,
     }  # fmt: skip
     if snapshot.ahead is not None:
         branches, metrics = snapshot.ahead
@@ -156,6 +158,7 @@ def load(folder: Path, policy: Policy | None) -> Snapshot:
         ahead,
         state["sizes"],
         state["generators"],
+        state.get("tracked", {}),  # a checkpoint may be older than trackers
     )
 
 

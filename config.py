@@ -225,6 +225,8 @@ class Run:
     replay: Path | None = None
     """train on the batches that another run has dumped, e.g. runs/a/batches, without an engine and rollouts"""
 
+    track: Literal["none", "wandb", "tensorboard"] = "none"
+    """a tracker that is told the metrics too; wandb also offline (WANDB_MODE=offline)"""
     runs_dir: Path = Path("runs")
     """where runs are written"""
     name: str | None = None
@@ -643,6 +645,17 @@ def parse_beside_env(args: Sequence[str], knobs: type, env: str | None, descript
     except ValueError as error:
         fail(str(error))
     return parsed.knobs, played
+
+
+def parse_knobs(args: Sequence[str], knobs: type, description: str) -> Any:
+    """The dataclass `knobs` as a command line sets it, for a script with no other options; checked, and mistakes end as in `parse`."""
+    flags = {"knobs": (Annotated[knobs, tyro.conf.arg(name="")], knobs())}
+    parsed = _read_flags(flags, args, description)
+    try:
+        parsed.knobs.check()
+    except ValueError as error:
+        fail(str(error))
+    return parsed.knobs
 
 
 def _read_flags(flags: dict[str, tuple[Any, Any]], args: Sequence[str], description: str, several: bool = False) -> Any:

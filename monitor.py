@@ -1,17 +1,23 @@
-"""What a run tells: a live console, metrics.jsonl (one object a step) and rollouts.jsonl (one object a trace)."""
+"""What a run tells: a live console, metrics.jsonl (one object a step) and rollouts.jsonl (one object a trace); and, where it is asked
+to, a tracker."""
 
 import contextlib
+import functools
+import importlib.util
 import json
 import math
 import os
 import sys
+import threading
 import time
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TextIO
+from uuid import uuid4
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -59,12 +65,132 @@ def cut_records(run_dir: Path, sizes: dict[str, int]) -> None:
             os.truncate(run_dir / name, min(sizes.get(name, 0), (run_dir / name).stat().st_size))
 
 
+class RunConsole(Console):
+    """A console that outlives its reader: when a pipe is closed (train.py | head) the rest goes nowhere, and the run goes on, since
+    what it tells is in its files."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with open(os.devnull, "w") as nowhere:  # what the file still holds is written again when Python ends
+            os.dup2(nowhere.fileno(), self.file.fileno())
+
+
+class Wandb:
+    """The run on wandb, under --name; offline with WANDB_MODE=offline. WANDB_PROJECT names the project, else it is nanopost."""
+
+    package = "wandb"
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], run_id: str, step: int) -> None:
+        os.environ["WANDB_SILENT"] = "true"  # or, where it has no key, it asks at the terminal and waits
+        import wandb
+
+        project = os.environ.get("WANDB_PROJECT", "nanopost")
+        limits = wandb.Settings(console="off", init_timeout=PATIENCE, finish_timeout=PATIENCE)
+        about = {"id": run_id, "name": config["name"], "project": project, "config": config, "dir": str(run_dir)}
+        self.run = wandb.init(**about, resume="allow", settings=limits)
+        # What is written offline is a file of its own each time, which only wandb's server could join to those before.
+        self.forgets = self.run.offline
+        self.where = f"offline, wandb sync {run_dir}/wandb/latest-run sends it" if self.forgets else self.run.url
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log(metrics, step=step, commit=True)  # steps that it has already are passed over
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class TensorBoard:
+    """The run as an event file beside its records: tensorboard --logdir runs shows it under --name."""
+
+    package = "tensorboard"
+    forgets = False
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], run_id: str, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(run_dir), purge_step=step)  # hides what was written of this step and later ones
+        self.writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", step)
+        self.where = f"tensorboard --logdir {run_dir.parent}"
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+TRACKERS: dict[str, type] = {"wandb": Wandb, "tensorboard": TensorBoard}
+PATIENCE = 20.0  # seconds that a tracker may take to begin, and to end
+
+
+def check_tracker(name: str) -> None:
+    """Raise ValueError for a tracker whose package is not installed."""
+    if name not in TRACKERS:
+        return
+    package = TRACKERS[name].package
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # a mere folder of that name, such as wandb leaves behind, is no package
+        raise ValueError(f"--track {name}: needs the package {package}: pip install {package}")
+
+
+class Tracking:
+    """Hands metrics to a tracker that lives in a thread of its own: however slow or broken it is, a run neither waits for it nor
+    ends by it. make() begins it; `before` gives the rows of steps that a tracker without a memory of them must have first."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Any], before: Iterator[dict[str, Any]], known: bool, monitor: "Monitor"
+    ) -> None:
+        self.name, self.make, self.before, self.known, self.monitor = name, make, before, known, monitor
+        self._steps: SimpleQueue[tuple[int, dict[str, float]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Hand on what a step came to."""
+        if self._thread.is_alive():
+            self._steps.put((step, metrics))
+
+    def close(self) -> None:
+        """Wait for what was handed on, but not for long."""
+        self._steps.put(None)
+        with contextlib.suppress(KeyboardInterrupt):  # whoever asks once more to stop does not want to wait
+            self._thread.join(2 * PATIENCE)
+        if self._thread.is_alive():
+            self._warn("it has not taken everything in time")
+
+    def _work(self) -> None:
+        try:
+            tracker = self.make()
+            self.monitor.note(f"tracked by {self.name}: {tracker.where}")
+            for row in self.before if tracker.forgets or not self.known else ():
+                tracker.log(row.pop("step"), {key: math.nan if value is None else value for key, value in row.items()})
+        except BaseException as error:  # not even an exit that it asks for ends the run
+            self._warn(f"{type(error).__name__}: {error}")
+            return
+        for item in iter(self._steps.get, None):
+            try:
+                tracker.log(*item)
+            except Exception as error:
+                self._warn(f"{type(error).__name__}: {error}")
+        try:
+            tracker.close()
+        except Exception as error:
+            self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, text: str) -> None:
+        self.monitor.warn(
+            f"--track {self.name}: {text.rstrip('.')}; the run goes on, and metrics.jsonl has it all", once="--track"
+        )
+
+
 class Monitor:
     """Writes a run's records into run_dir and shows them on the console: a live panel in a terminal, plain lines elsewhere."""
 
     def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
         self.run_dir, self.steps = run_dir, steps
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or RunConsole(highlight=False, soft_wrap=True)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics, self._rollouts = (open(run_dir / name, "a", errors="backslashreplace") for name in RECORDS)
         self._warned: set[str] = set()
@@ -72,6 +198,8 @@ class Monitor:
         self._latest: dict[str, float] = {}
         self._rewards: list[float] = []
         self._live: Live | None = None
+        self.tracked: dict[str, str] = {}  # tracker -> id of this run there
+        self._tracking: Tracking | None = None
         if self.console.is_terminal:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console)
@@ -88,6 +216,16 @@ class Monitor:
         if once is None or once not in self._warned:
             self._warned.add(once or "")
             self.console.print(f"warning: {visible(text)}", style="yellow", markup=False)
+
+    def track(self, name: str, config: dict[str, Any], tracked: dict[str, str], step: int) -> None:
+        """Tell a tracker too ("none": none), from `step` on. tracked: what `self.tracked` was where the run goes on from."""
+        self.tracked = tracked
+        if name in TRACKERS:
+            known = name in tracked
+            self.tracked = {name: uuid4().hex[:8]} | tracked
+            make = functools.partial(TRACKERS[name], self.run_dir, config, self.tracked[name], step)
+            before = (row for row in read_rows(self.run_dir / RECORDS[0]) if row["step"] < step)
+            self._tracking = Tracking(name, make, before, known, self)
 
     def sizes(self) -> dict[str, int]:
         """How long the records are, in bytes by name: what `cut_records` takes."""
@@ -117,6 +255,8 @@ class Monitor:
             if tokens is not None and metrics.get(f"time/{phase}"):
                 metrics[f"perf/{kind}_tokens_per_s"] = tokens / metrics[f"time/{phase}"]
         write_row(self._metrics, {"step": step} | metrics)
+        if self._tracking:
+            self._tracking.log(step, metrics)
         self._latest |= metrics
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
@@ -144,12 +284,14 @@ class Monitor:
             write_row(self._rollouts, row)
 
     def close(self) -> None:
-        """Stop the live panel and close the files."""
+        """Stop the live panel, close the files, and let the tracker end."""
         if self._live:
             self._live.stop()
             self._live = None
         self._metrics.close()
         self._rollouts.close()
+        if self._tracking:
+            self._tracking.close()
 
     def _panel(self) -> Group:
         table = Table.grid(padding=(0, 2))
@@ -182,6 +324,9 @@ class Bystander:
         if once is None or once not in self._warned:
             self._warned.add(once or "")
             print(f"warning: rank {self.rank}: {visible(text)}", file=sys.stderr)
+
+    def track(self, *_: Any) -> None:
+        """Nothing: the lead tells it."""
 
     def phase(self, name: str) -> contextlib.AbstractContextManager:
         """Nothing: the lead's clock counts."""
@@ -227,6 +372,27 @@ def write_row(file: Any, row: dict[str, Any]) -> None:
     """Write one line of JSON, at once; NaN and infinity become null."""
     file.write(json.dumps(_json_safe(row), ensure_ascii=False, default=str) + "\n")
     file.flush()
+
+
+def read_rows(
+    path: Path, skip: Callable[[bytes], Any] | None = None, broken: list[int] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows that `write_row` wrote, one by one, also while more are written: a last line without its end is none yet.
+
+    skip(line): whether to pass over a line without parsing it. The numbers of lines that are no JSON go into `broken`.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n") or (skip is not None and skip(line)):
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield row
+            elif broken is not None:
+                broken.append(number)
 
 
 def _json_safe(value: Any) -> Any:

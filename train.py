@@ -18,9 +18,12 @@ from config import fail, parse
 
 if __name__ == "__main__":
     config, notes = parse(sys.argv[1:])
+    from monitor import RunConsole
+
+    console = RunConsole(highlight=False, soft_wrap=True)
     if config.dry_run:
-        print(json.dumps(config.to_dict(), indent=2))
-        print("\n".join([config.words(), *notes]))
+        console.out(json.dumps(config.to_dict(), indent=2))
+        console.out("\n".join([config.words(), *notes]))
         raise SystemExit(0)
 
     # Heavy imports wait until the command line is known to be right, so that --help and mistakes are answered at once.
@@ -52,7 +55,7 @@ if __name__ == "__main__":
     from envs import ENVS
     from limits import RunStopped, Stop
     from losses import as_scalars, compute_loss, make_rl_loss, merge, summarize
-    from monitor import Bystander, Monitor, claim, cut_records
+    from monitor import Bystander, Monitor, check_tracker, claim, cut_records
     from packing import Counts, MicroBatch, fill_up, pack
     from policy import OptimizerConfig, Policy, model_path
     from rollouts import Rollouts
@@ -79,13 +82,14 @@ if __name__ == "__main__":
         config.runs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         ranks.fail(f"--runs-dir {config.runs_dir}: {error.strerror}")
-    if ranks.leads:
-        print("\n".join([*notes, config.words()]), flush=True)
+    console.quiet = not ranks.leads
+    console.out("\n".join([*notes, config.words()]))
 
     runner = asyncio.Runner()
     policy = engine = None
     try:
         device, dtype = find_device(config.device, config.dtype)
+        check_tracker(config.track)
         engine_name, why = choose_engine(config.engine, device, config.temperature)
         rl_loss = make_rl_loss(**config.to_dict()["loss"])
         path = model_path(config.model, name_of(ENVS, config.sources[0].env))
@@ -96,9 +100,7 @@ if __name__ == "__main__":
         served: dict[tuple, RemoteEngine] = {}
         for flag, model, needs in config.frozen_models() if ranks.samples and not config.replay else ():
             client = served.setdefault(astuple(model), RemoteEngine(model, flag, renderer, config.seq_len))
-            answer = runner.run(client.preflight(needs, config.seq_len))
-            if ranks.leads:
-                print(answer, flush=True)
+            console.out(runner.run(client.preflight(needs, config.seq_len)))
 
         # The model twice on one device, which take turns there: the engine samples, the policy trains.
         if ranks.trains:
@@ -139,7 +141,7 @@ if __name__ == "__main__":
         ranks.fail(f"--name {config.name}: another process is writing {run_dir}")
     if ranks.leads and config.resume:  # what was written after the checkpoint will be written again
         cut_records(run_dir, snapshot.sizes if own_start else {})
-    monitor = Monitor(run_dir, config.steps) if ranks.leads else Bystander(ranks.rank)
+    monitor = Monitor(run_dir, config.steps, console) if ranks.leads else Bystander(ranks.rank)
     if ranks.leads:
         (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
     where = f" on each of {ranks.world} ranks" if ranks.world > 1 else ""
@@ -201,7 +203,8 @@ if __name__ == "__main__":
         if not ranks.leads:
             return Snapshot(step)
         waiting = list(rollouts.queue.waiting)
-        return Snapshot(step, rollouts.state_dict(), waiting, ahead, monitor.sizes(), generator_states())
+        state, sizes = rollouts.state_dict(), monitor.sizes()
+        return Snapshot(step, state, waiting, ahead, sizes, generator_states(), monitor.tracked)
 
     def save_checkpoint() -> None:
         stop.in_time()
@@ -216,6 +219,8 @@ if __name__ == "__main__":
     exit_code = 0
     with contextlib.closing(monitor), runner, lock:
         try:
+            tracked = snapshot.tracked if own_start else {}
+            monitor.track(config.track, config.to_dict(), tracked, snapshot.step + 1 if start else 0)
             if config.replay:
                 for step, batch in read_batches(config.replay, snapshot.step, config.steps):
                     micro_batches, counts = ranks.deal(fill_up(batch[0], len(ranks.train)), batch[1])
@@ -310,6 +315,5 @@ if __name__ == "__main__":
                     runner.run(client.disconnect())
             if engine is not None:
                 engine.close()
-    if ranks.leads:
-        monitor.console.print(f"run written to {run_dir}", markup=False)
+    console.out(f"run written to {run_dir}")
     raise SystemExit(exit_code)
