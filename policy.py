@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.quantization_config import GgufConfig
 
 from packing import MicroBatch
@@ -209,7 +212,9 @@ class Policy:
         )
         lm.eval()  # no dropout: the trainer's log-probs must be the sampler's
         if checkpoint_activations:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
+            for block in lm.modules():  # by hand: transformers' own does nothing outside of training mode
+                if isinstance(block, GradientCheckpointingLayer):
+                    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         self.device, self.dtype, self.config, self.steps = device, dtype, optimizer, steps
         self.offload_optimizer = offload_optimizer
         self.model = TokenLogprobs(lm, temperature)
