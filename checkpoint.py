@@ -4,6 +4,7 @@
         trainer/        weights and the optimizer's moments, a file for each rank that trains (any number of ranks reads them)
         state.json      the step, samplers, gates, baselines, counters, generators, and how long the run's records were
         branches.safetensors    rollouts that wait to be trained on
+        adapter/        with --lora.rank: what was trained, as peft loads it onto the base model
         hf/             the model as transformers and vLLM load it: weights, config, tokenizer
         files.json      the size of every other file, written last
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedTokenizerBase
 
+from lora import require_same, save_adapter
 from policy import Policy
 from traces import Branch, Segment, Turn
 
@@ -83,10 +85,12 @@ def save(checkpoints: Path, snapshot: Snapshot, policy: Policy, tokenizer: PreTr
         writer = dcp.HuggingFaceStorageWriter(str(unfinished / "trainer"), save_distributed=True)
         dcp.save(policy.tensors(), storage_writer=writer)
     policy.export(unfinished / "hf")
+    if policy.lora:
+        save_adapter(policy.model.lm, unfinished / "adapter")
     tokenizer.save_pretrained(unfinished / "hf")
     tensors, waiting = flatten(snapshot.waiting)
     state = {
-        "format": FORMAT, "step": snapshot.step, "updates": policy.updates, "sizes": snapshot.sizes,
+        "format": FORMAT, "step": snapshot.step, "updates": policy.updates, "lora": policy.lora, "sizes": snapshot.sizes,
         "generators": snapshot.generators, "rollouts": snapshot.state, "waiting": waiting, "ahead": None,
     }  # fmt: skip
     if snapshot.ahead is not None:
@@ -107,12 +111,13 @@ def save(checkpoints: Path, snapshot: Snapshot, policy: Policy, tokenizer: PreTr
 def load(folder: Path, policy: Policy) -> Snapshot:
     """Give the policy its weights and moments back, set the global generators, and return the rest.
 
-    Raises ValueError where the checkpoint is damaged, is no checkpoint, or is that of another model.
+    Raises ValueError where the checkpoint is damaged, is no checkpoint, or is that of another model or of other adapters.
     """
     reason = problem(folder)
     if reason:
         raise ValueError(f"--resume-from {folder}: {reason}{_offer(folder)}")
     state = json.loads((folder / "state.json").read_text())
+    require_same(state.get("lora"), policy.lora, folder)
     policy.prepare_moments(state["updates"])
     try:
         with warnings.catch_warnings():

@@ -24,6 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.quantization_config import GgufConfig
 
+from config import LoRA
+from lora import adapt, merged
 from packing import MicroBatch
 
 # The head holds [chunk, V] float32 slices of 8 MiB, or of 32 rows where V is large.
@@ -124,18 +126,21 @@ class ChunkedHead(torch.autograd.Function):
         """grad [N, C]: of the loss with respect to the log-probs."""
         hidden, weight, bias, labels, log_z = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # hundreds of chunks add up: not in bfloat16
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        # Hundreds of chunks add up: not in bfloat16. A frozen head needs none of it.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for rows in _chunks(len(labels), len(weight)):
             z = nn.functional.linear(hidden[rows], weight, bias).float().div_(ctx.temperature)
             p = z.sub_(log_z[rows, None]).exp_()
             grad_z = p.mul_(-grad[rows].sum(-1, keepdim=True)).scatter_add_(-1, labels[rows], grad[rows])
             grad_z = grad_z.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[rows] = grad_z @ weight
-            grad_weight += grad_z.T @ hidden[rows]
+            if grad_weight is not None:
+                grad_weight += grad_z.T @ hidden[rows]
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0)
-        return grad_hidden, grad_weight.to(weight), None if grad_bias is None else grad_bias.to(bias), None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight)
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias), None, None
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
@@ -199,6 +204,8 @@ class Policy:
         dtype: torch.dtype = torch.float32,
         checkpoint_activations: bool = False,
         offload_optimizer: bool = False,
+        lora: LoRA | None = None,
+        seed: int = 0,
     ) -> None:
         if not dist.is_initialized():
             dist.init_process_group(
@@ -210,6 +217,7 @@ class Policy:
         lm = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").to(
             device
         )
+        self.lora = adapt(lm, lora, seed, str(model_path)) if lora and lora.rank else None
         lm.eval()  # no dropout: the trainer's log-probs must be the sampler's
         if checkpoint_activations:
             for block in lm.modules():  # by hand: transformers' own does nothing outside of training mode
@@ -228,8 +236,9 @@ class Policy:
         for block in [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]:
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
+        self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
+            self.trainable.values(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
         )
         self.updates = 0  # steps of the optimizer, without those that were skipped
 
@@ -241,7 +250,7 @@ class Policy:
     def step(self, step: int) -> dict[str, float]:
         """Clip, update, clear gradients. A gradient that is not finite is thrown away and the step counted as skipped."""
         lr = self.config.lr_at(step, self.steps)
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(self.trainable.values(), self.config.max_grad_norm)
         grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
         if math.isfinite(grad_norm):
             for group in self.optimizer.param_groups:
@@ -254,16 +263,15 @@ class Policy:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's whole tensors by their Hugging Face names, one at a time, a tied head included."""
-        for name, value in self.model.lm.state_dict().items():
-            yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
+        """The model's whole tensors by their Hugging Face names, one at a time, a tied head included, adapters merged."""
+        yield from merged(self.model.lm)
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is trained and the optimizer's moments, by name, as they lie on this rank: what a checkpoint saves, and
         loads in place."""
         tensors = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.trainable.items():
             tensors[f"model.{name}"] = parameter.detach()
             state = self.optimizer.state.get(parameter, {})
             tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if value.ndim}
@@ -273,7 +281,7 @@ class Policy:
     def prepare_moments(self, updates: int) -> None:
         """Make room for the moments of an optimizer that has made so many updates."""
         self.updates = updates
-        for parameter in self.model.parameters() if updates else ():
+        for parameter in self.trainable.values() if updates else ():
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(updates))} | moments
 
@@ -291,7 +299,7 @@ class Policy:
         """What AdamW's two moments take on the device between updates (they do not exist before the first)."""
         if self.offload_optimizer:
             return 0
-        tensors = [getattr(p, "to_local", lambda p=p: p)() for p in self.model.parameters()]
+        tensors = [getattr(p, "to_local", lambda p=p: p)() for p in self.trainable.values()]
         return sum(2 * tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @contextlib.contextmanager

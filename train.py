@@ -86,6 +86,8 @@ if __name__ == "__main__":
             dtype,
             config.checkpoint_activations,
             config.offload_optimizer,
+            lora=config.lora,
+            seed=config.seed,
         )
         snapshot = load(start, policy) if start else Snapshot(0)
         done = f"{start} has done {snapshot.step} already"
