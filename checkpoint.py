@@ -4,6 +4,7 @@
         trainer/        weights and the optimizer's moments, a file for each rank that trains (any number of ranks reads them)
         state.json      the step, samplers, gates, baselines, counters, generators, how long the run's records were, its id at trackers
         branches.safetensors    rollouts that wait to be trained on
+        adapter/        with --lora.rank: what was trained, as peft loads it onto the base model
         hf/             the model as transformers and vLLM load it: weights, config, tokenizer
         files.json      the size of every other file, written last
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedTokenizerBase
 
+from lora import require_same, save_adapter
 from packing import Counts, MicroBatch
 from policy import Policy
 from ranks import ALONE, Ranks
@@ -100,13 +102,16 @@ def save(
             writer = dcp.HuggingFaceStorageWriter(str(unfinished / "trainer"), save_distributed=True)
             dcp.save(policy.tensors(), storage_writer=writer)
         policy.export(unfinished / "hf")
-    updates = ranks.gather(policy.updates if policy is not None else 0)
+        if policy.lora:
+            save_adapter(policy.model.lm, unfinished / "adapter")
+    done = ranks.gather((policy.updates, policy.lora) if policy is not None else None)
     if not ranks.leads:
         return folder
+    updates, lora = next(each for each in done if each is not None)
     tokenizer.save_pretrained(unfinished / "hf")
     tensors, waiting = flatten(snapshot.waiting)
     state = {
-        "format": FORMAT, "step": snapshot.step, "updates": max(updates), "sizes": snapshot.sizes,
+        "format": FORMAT, "step": snapshot.step, "updates": updates, "lora": lora, "sizes": snapshot.sizes,
         "generators": snapshot.generators, "rollouts": snapshot.state, "waiting": waiting, "ahead": None,
         "tracked": snapshot.tracked,
     }  # fmt: skip
@@ -129,12 +134,14 @@ def load(folder: Path, policy: Policy | None) -> Snapshot:
     """Give the policy its weights and moments back, set the global generators, and return the rest. Any number of ranks reads
     what any number has written.
 
-    Raises ValueError where the checkpoint is damaged, is no checkpoint, or is that of another model.
+    Raises ValueError where the checkpoint is damaged, is no checkpoint, or is that of another model or of other adapters.
     """
     reason = problem(folder)
     if reason:
         raise ValueError(f"--resume-from {folder}: {reason}{_offer(folder)}")
     state = json.loads((folder / "state.json").read_text())
+    if policy is not None:
+        require_same(state.get("lora"), policy.lora, folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

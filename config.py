@@ -10,6 +10,7 @@ refused, and `--help` shows just what applies. Nothing heavy is imported here.
 
 import dataclasses
 import difflib
+import importlib.util
 import inspect
 import json
 import math
@@ -127,6 +128,30 @@ MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
 REQUIRED = object()  # in place of a default: the command line must say it
 
 
+@dataclass
+class LoRA:
+    """Low-rank adapters beside frozen matrices (arXiv:2106.09685), by the library peft. Without a rank all weights train."""
+
+    rank: int | None = None
+    """of the adapters, which alone train, e.g. 16; None or 0: all weights train"""
+    alpha: float = 32.0
+    """they count alpha / rank times"""
+    targets: tuple[str, ...] = ("all-linear",)
+    """names of linear layers that get one, e.g. q_proj v_proj; all-linear: all but the head"""
+
+    def check(self) -> None:
+        """Refuse numbers that mean nothing, knobs without adapters, and adapters without their package."""
+        require(self.rank is None or self.rank >= 0, "lora.rank", self.rank, "must be at least 1, or 0 for no adapters")
+        positive = self.alpha > 0 and math.isfinite(self.alpha)
+        require(positive, "lora.alpha", self.alpha, "must be a positive number")
+        require(bool(self.targets), "lora.targets", "()", "must name at least one linear layer, or be all-linear")
+        for f in dataclasses.fields(self) if self.rank is None else ():
+            value = getattr(self, f.name)
+            require(value == f.default, f"lora.{f.name}", value, "needs --lora.rank, there are no adapters without")
+        if self.rank and importlib.util.find_spec("peft") is None:
+            raise ValueError(f"--lora.rank {self.rank} needs a package: pip install -e '.[lora]'")
+
+
 @dataclass(kw_only=True)
 class Run:
     """The knobs that do not depend on algorithm, environment or loss."""
@@ -184,7 +209,7 @@ class Run:
     """seconds after which an episode counts as errored"""
 
     lr: float | None = None
-    """peak learning rate; default by model: tiny 5e-4, smollm2 1e-5, else 1e-6"""
+    """peak learning rate; default by model: tiny 5e-4, smollm2 1e-5, else 1e-6; with LoRA ten times that"""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """from the peak to final-lr times the peak"""
     final_lr: float = 0.1
@@ -197,6 +222,7 @@ class Run:
     """AdamW's; a step without training tokens is skipped whole, decay included"""
     max_grad_norm: float = 1.0
     """gradient clipping over the whole model"""
+    lora: LoRA = field(default_factory=LoRA)
     checkpoint_activations: bool = False
     """recompute activations in the backward pass: less memory, a third more time"""
     compile: bool = False
@@ -285,6 +311,8 @@ class Config(Run):
     def resolved(self) -> "Config":
         """The configuration with the defaults that depend on other knobs filled in."""
         by_model = MODEL_DEFAULTS.get(self.model, MODEL_DEFAULTS["else"])
+        if self.lora.rank:  # what trains all weights well is too little here: 5e-3 and 5e-4 teach the tiny model alike
+            by_model = by_model | {"lr": round(10 * by_model["lr"], 12)}
         filled = {knob: value for knob, value in by_model.items() if getattr(self, knob) is None}
         first, model = self.sources[0], re.sub(r"[^\w.-]+", "-", Path(self.model).name)
         name = f"{name_of(ALGORITHMS, first.algo)}-{name_of(ENVS, first.env)}-{model}-{time.strftime('%m%d-%H%M%S')}"
@@ -369,6 +397,7 @@ class Config(Run):
             wrong = isinstance(value, int | float) and not (value >= 0 and math.isfinite(value))
             require(not wrong, f"loss.{knob}", value, "must be a finite number, at least 0")
         self.loss.check(self)
+        self.lora.check()
         warnings = []
         if self.top_p < 1:
             warnings.append(
@@ -422,6 +451,7 @@ class Config(Run):
             "replay": None if self.replay is None else str(self.replay),
             "betas": list(self.betas),
         }
+        values["lora"] = dataclasses.asdict(self.lora)
         values["loss"] = _named(LOSSES, self.loss)
         values["sources"] = [
             dataclasses.asdict(source)
@@ -448,6 +478,7 @@ class Config(Run):
             "resume_from": None if start is None else Path(start),
             "replay": None if replay is None else Path(replay),
             "betas": tuple(values["betas"]),
+            "lora": _build(LoRA, values.get("lora", {})),
         }
         return cls(**values | other | {"loss": _rebuilt(LOSSES, values["loss"]), "sources": sources})
 
@@ -458,6 +489,10 @@ class Config(Run):
             algorithm = name_of(ALGORITHMS, source.algo)
             lines.append(
                 f"{name_of(ENVS, source.env)}: {algorithm}, groups of {source.group_size}; sampled tokens feed {ALGORITHMS[algorithm].action_loss}"
+            )
+        if self.lora.rank:
+            lines.append(
+                f"LoRA: W + {self.lora.alpha:g}/{self.lora.rank} B A in {' '.join(self.lora.targets)}; the rest is frozen"
             )
         return "\n".join(lines)
 

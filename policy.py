@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.quantization_config import GgufConfig
 
+from config import LoRA
+from lora import adapt, merged, whole
 from packing import MicroBatch
 
 # The head holds [chunk, V] float32 slices of 8 MiB, or of 32 rows where V is large.
@@ -122,18 +127,21 @@ class ChunkedHead(torch.autograd.Function):
         """grad [N, C]: of the loss with respect to the log-probs."""
         hidden, weight, bias, labels, log_z = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # hundreds of chunks add up: not in bfloat16
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        # Hundreds of chunks add up: not in bfloat16. A frozen head needs none of it.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for rows in _chunks(len(labels), len(weight)):
             z = nn.functional.linear(hidden[rows], weight, bias).float().div_(ctx.temperature)
             p = z.sub_(log_z[rows, None]).exp_()
             grad_z = p.mul_(-grad[rows].sum(-1, keepdim=True)).scatter_add_(-1, labels[rows], grad[rows])
             grad_z = grad_z.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[rows] = grad_z @ weight
-            grad_weight += grad_z.T @ hidden[rows]
+            if grad_weight is not None:
+                grad_weight += grad_z.T @ hidden[rows]
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0)
-        return grad_hidden, grad_weight.to(weight), None if grad_bias is None else grad_bias.to(bias), None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight)
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias), None, None
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
@@ -207,6 +215,8 @@ class Policy:
         offload_optimizer: bool = False,
         compile_blocks: bool = False,
         nodes: int = 1,
+        lora: LoRA | None = None,
+        seed: int = 0,
     ) -> None:
         if not dist.is_initialized():
             dist.init_process_group(
@@ -218,9 +228,12 @@ class Policy:
         lm = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").to(
             device
         )
+        self.lora = adapt(lm, lora, seed, str(model_path)) if lora and lora.rank else None
         lm.eval()  # no dropout: the trainer's log-probs must be the sampler's
         if checkpoint_activations:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
+            for block in lm.modules():  # by hand: transformers' own does nothing outside of training mode
+                if isinstance(block, GradientCheckpointingLayer):
+                    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         self.device, self.dtype, self.config, self.steps = device, dtype, optimizer, steps
         self.offload_optimizer = offload_optimizer
         self.model = TokenLogprobs(lm, temperature)
@@ -240,8 +253,9 @@ class Policy:
             if isinstance(module, FSDPModule):  # the loss is a sum over ranks, and so is its gradient
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
+            self.trainable.values(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
         )
         self.trained = 0  # the step that it was trained on last
         self.updates = 0  # of the optimizer, without those that were skipped
@@ -254,8 +268,7 @@ class Policy:
     def step(self, step: int) -> dict[str, float]:
         """Clip, update, clear gradients. A gradient that is not finite is thrown away and the step counted as skipped."""
         lr = self.config.lr_at(step, self.steps)
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+        grad_norm = float(whole(nn.utils.clip_grad_norm_(self.trainable.values(), self.config.max_grad_norm)))
         if math.isfinite(grad_norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -268,16 +281,15 @@ class Policy:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's whole tensors by their Hugging Face names, one at a time, a tied head included."""
-        for name, value in self.model.lm.state_dict().items():
-            yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
+        """The model's whole tensors by their Hugging Face names, one at a time, a tied head included, adapters merged."""
+        yield from merged(self.model.lm)
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is trained and the optimizer's moments, by name, as they lie on this rank: what a checkpoint saves, and
         loads in place."""
         tensors = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.trainable.items():
             tensors[f"model.{name}"] = parameter.detach()
             state = self.optimizer.state.get(parameter, {})
             tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if value.ndim}
@@ -287,7 +299,7 @@ class Policy:
     def prepare_moments(self, step: int, updates: int) -> None:
         """Make room for the moments of an optimizer that has made so many updates up to this step."""
         self.trained, self.updates = step, updates
-        for parameter in self.model.parameters() if updates else ():
+        for parameter in self.trainable.values() if updates else ():
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(updates))} | moments
 
@@ -308,7 +320,7 @@ class Policy:
         """What AdamW's two moments take on the device between updates (they do not exist before the first)."""
         if self.offload_optimizer:
             return 0
-        tensors = [getattr(p, "to_local", lambda p=p: p)() for p in self.model.parameters()]
+        tensors = [getattr(p, "to_local", lambda p=p: p)() for p in self.trainable.values()]
         return sum(2 * tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @contextlib.contextmanager

@@ -115,6 +115,8 @@ if __name__ == "__main__":
                 config.offload_optimizer,
                 config.compile,
                 ranks.nodes,
+                config.lora,
+                config.seed,
             )
         snapshot = load(start, policy) if start else Snapshot(0)
         done = f"{start} has done {snapshot.step} already"

@@ -37,6 +37,7 @@ from traces import Branch, Segment, Turn
 
 CONFIGS = {  # what a run must remember: scores and a generator of a pool and of gates; running baselines; a batch that waits
     "difficulty pool": ([str(ROOT / "configs" / "difficulty_pool.py"), "--eval-every", "3", "--eval-samples", "8"]),
+    "lora": (["--lora.rank", "4", "--lora.alpha", "8", "--lr", "5e-3", "--eval-every", "0"]),
     "rae, overlap": (["--algo", "rae", "--overlap", "--eval-every", "0", "--group-size", "3"]),
     "echo, overlap, a surplus": (["--env", "calculator", "--algo", "echo", "--overlap", "--eval-every", "0", "--group-size", "5"]),
 }  # fmt: skip

@@ -128,6 +128,10 @@ def test_what_help_needs_is_light(path):
     assert not {name.split(".")[0] for name in imports(path, top_level_only=True)} & {"torch", "transformers", "vllm"}
 
 
+def test_what_is_optional_waits_until_it_is_used():
+    assert not [path for path in FILES if "peft" in imports(path, top_level_only=True)]
+
+
 def test_help_imports_neither_torch_nor_transformers():
     start = time.perf_counter()
     script = f"import sys; sys.argv = ['train.py', '--help']; sys.path.insert(0, {str(ROOT)!r})\nimport runpy\ntry:\n    runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\nfinally:\n    assert not {{'torch', 'transformers'}} & set(sys.modules)"

@@ -125,6 +125,20 @@ def test_packed_sequences_do_not_see_each_other(tiny_path, checkpointing):
     assert all(values[0] == 0 for values in packed), "nothing predicts a first token"
 
 
+def test_activations_are_computed_again_in_the_backward_pass(tiny_path):
+    """And the gradient is the same. (In evaluation mode, which keeps dropout out, transformers' own switch does nothing.)"""
+    branches, passes, gradients = sample(HFEngine(tiny_path)), [], []
+    for checkpointing in (False, True):
+        policy = make_policy(tiny_path, checkpoint_activations=checkpointing)
+        calls = []
+        policy.model.lm.get_decoder().layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        (batch,), counts = pack(branches, 64)
+        compute_loss(batch, policy(batch)[0], counts.denominators(), RL)[0].backward()
+        passes.append(len(calls))
+        gradients.append(torch.cat([parameter.grad.full_tensor().flatten() for parameter in policy.model.parameters()]))
+    assert passes == [1, 2] and torch.allclose(*gradients, atol=1e-6)
+
+
 def test_a_model_that_mixes_packed_sequences_is_refused(tiny_path, monkeypatch):
     """A6: the check at load time notices when the borders are not seen (here: positions that run on)."""
     from policy import TokenLogprobs
