@@ -3,6 +3,7 @@
 import os
 import runpy
 import signal
+import subprocess
 import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -58,16 +59,44 @@ def untied_path(tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp("untied"), tied=False)
 
 
-def run_train(*arguments) -> int:
-    """train.py in this process, which it leaves as it was. Returns the exit code."""
+def run_script(name: str, *arguments) -> int:
+    """One of the scripts in this process, which it leaves as it was. Returns the exit code."""
     signals = signal.SIGINT, signal.SIGTERM
     handlers, argv = [signal.getsignal(number) for number in signals], sys.argv
-    sys.argv = ["train.py", *map(str, arguments)]
+    sys.argv = [name, *map(str, arguments)]
     try:
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
     finally:
         sys.argv = argv
         for number, handler in zip(signals, handlers, strict=True):
             signal.signal(number, handler)
-    return end.value.code
+    return 0
+
+
+def run_train(*arguments) -> int:
+    """train.py in this process. Returns the exit code."""
+    return run_script("train.py", *arguments)
+
+
+@pytest.fixture
+def script(capfd):
+    """script(name, *flags) -> what subprocess.run would give of it, with text; it runs in this process."""
+
+    def run(name, *flags):
+        capfd.readouterr()
+        return subprocess.CompletedProcess((name, *flags), run_script(name, *flags), *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def train(script):
+    """train(*flags) -> exit code, stdout and stderr of train.py, in this process."""
+
+    def run(*flags):
+        done = script("train.py", *flags)
+        return done.returncode, done.stdout, done.stderr
+
+    return run

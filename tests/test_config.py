@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 
 import pytest
 
@@ -18,10 +19,9 @@ from envs.reverse_text import ReverseText
 from tests.conftest import ROOT
 
 
-def run(*args):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *map(str, args)], capture_output=True, text=True, cwd=ROOT
-    )
+@pytest.fixture
+def run(script):
+    return partial(script, "train.py")
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_the_dump_reads_back(file):
     (["--loss", "custom", "--loss.import-path", "no.where", "--steps", "0"], ["--loss.import-path no.where"]),
     (["missing.py"], ["missing.py"]),
 ])  # fmt: skip
-def test_a_mistake_gives_one_message_and_exit_code_2(args, message, tmp_path):
+def test_a_mistake_gives_one_message_and_exit_code_2(run, args, message, tmp_path):
     result = run(*args, "--runs-dir", tmp_path) if args[0] != "missing.py" else run(*args)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr + result.stdout
@@ -127,12 +127,12 @@ def test_a_mistake_gives_one_message_and_exit_code_2(args, message, tmp_path):
     ("from config import *\nconfig = Config(stepz=3)", "unexpected keyword argument 'stepz'"),
     ("raise SystemExit(3)", "SystemExit"),
 ])  # fmt: skip
-def test_a_broken_config_file(file, text, message):
+def test_a_broken_config_file(run, file, text, message):
     result = run(file(text), "--dry-run")
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
 
 
-def test_several_sources_are_the_files_business(file):
+def test_several_sources_are_the_files_business(run, file):
     path = file(
         "from config import *\nfrom envs import *\nconfig = Config(sources=[Source(env=ENVS['reverse-text']()), Source(env=ENVS['arithmetic'](), ratio=2.0)])"
     )
@@ -153,7 +153,8 @@ def test_a_group_of_one_warns():
 
 
 def test_dry_run_shows_configuration_and_loss_and_writes_nothing(tmp_path):
-    result = run("--dry-run", "--runs-dir", tmp_path / "runs", "--loss", "icepop")
+    command = [sys.executable, "train.py", "--dry-run", "--runs-dir", str(tmp_path / "runs"), "--loss", "icepop"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0 and '"ratio_low": 0.2' in result.stdout and "1[0.2 <= pi/mu <= 5]" in result.stdout
     assert not (tmp_path / "runs").exists()
 
@@ -256,7 +257,7 @@ def test_no_knob_is_called_name():
             assert "name" not in {f.name for f in fields(config_class(classes, name))}
 
 
-def test_a_model_folder_without_a_model_and_a_runs_folder_that_is_a_file(tmp_path):
+def test_a_model_folder_without_a_model_and_a_runs_folder_that_is_a_file(run, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     shutil.copytree(ROOT / "models" / "tiny" / "base", tmp_path / "damaged")

@@ -15,7 +15,6 @@ from engines.remote import RemoteEngine
 from frozen import FrozenModel
 from make_tiny import make_tokenizer
 from renderers import make_renderer
-from tests.test_train import start
 
 RENDERER = make_renderer("qwen3", make_tokenizer(), "qwen3")
 END = RENDERER.stop_token_ids[0]
@@ -667,36 +666,25 @@ def test_a_key_with_a_line_end_is_sent_without_and_one_that_no_header_carries_is
 # In a run.
 
 
-def start_opd(served, folder, *flags):
+def train_opd(train, served, folder, *flags):
     arguments = ["--algo", "opd", "--teacher.name", "teacher", "--teacher.base-url", served.url, "--seq-len", 128]
     sizes = ["--batch-size", 16, "--max-new-tokens", 8, "--eval-every", 0, "--runs-dir", folder, "--name", "run"]
-    return start(*arguments, *sizes, "--teacher.retries", 0, *flags)
-
-
-def wait_for(condition, process, seconds=60):
-    end = time.time() + seconds
-    while not condition():
-        assert process.poll() is None and time.time() < end, process.communicate()
-        time.sleep(0.05)
+    return train(*arguments, *sizes, "--teacher.retries", 0, *flags)
 
 
 def rows(folder):
-    path = folder / "run" / "metrics.jsonl"
-    return [json.loads(line) for line in open(path)] if path.exists() else []
+    return [json.loads(line) for line in open(folder / "run" / "metrics.jsonl")]
 
 
-def test_a_run_outlives_its_teacher_and_goes_on_when_it_is_back(served, tmp_path):
-    process = start_opd(served, tmp_path, "--steps", 8, "--max-empty-steps", 1000)
-    wait_for(lambda: len(rows(tmp_path)) >= 2, process)
-    served.answers["completions"] = lambda body, number: "reset"
-    asked = len(served.asked)
-    wait_for(lambda: len(served.asked) > asked + 40, process)
-    served.answers.clear()
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, out + err
+def test_a_run_outlives_its_teacher_and_goes_on_when_it_is_back(served, train, tmp_path):
+    """It is away from the 40th request to the 80th: from the third step, for longer than a step."""
+    served.answers["completions"] = lambda body, number: "reset" if 40 <= number < 80 else None
+    code, out, err = train_opd(train, served, tmp_path, "--steps", 4, "--max-empty-steps", 1000)
+    assert code == 0, out + err
     found = rows(tmp_path)
-    assert [row["step"] for row in found] == list(range(1, 9))
-    assert sum(row["rollouts/errored"] for row in found) >= 40
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    errored = [row["rollouts/errored"] for row in found]
+    assert errored[:2] == [0, 0] and sum(errored) >= 40
     surplus = 0.0  # what was left over from the step before
     for row in found:
         usable = row["rollouts/finished"] - row["rollouts/errored"] - row["rollouts/no_signal"]
@@ -705,20 +693,17 @@ def test_a_run_outlives_its_teacher_and_goes_on_when_it_is_back(served, tmp_path
     assert "after 1 tries: Connection error" in out + err
 
 
-def test_a_teacher_that_stays_away_stops_the_run_with_a_clear_message(served, tmp_path):
-    process = start_opd(served, tmp_path, "--steps", 50, "--max-empty-steps", 3)
-    wait_for(lambda: len(rows(tmp_path)) >= 1, process)
-    served.answers["completions"] = lambda body, number: (500, "oops")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+def test_a_teacher_that_stays_away_stops_the_run_with_a_clear_message(served, train, tmp_path):
+    served.answers["completions"] = lambda body, number: (500, "oops") if number >= 20 else None
+    code, out, err = train_opd(train, served, tmp_path, "--steps", 50, "--max-empty-steps", 3)
+    assert code == 1 and len(rows(tmp_path)) == 1
     assert (
         "--max-empty-steps 3" in out + err and "16 errored" in out + err and "teacher at http://127.0.0.1" in out + err
     )
 
 
-def test_a_wrong_teacher_is_told_before_the_student_loads(served, tmp_path):
+def test_a_wrong_teacher_is_told_before_the_student_loads(served, train, tmp_path):
     served.answers["/tokenize"] = other_tokens
-    process = start_opd(served, tmp_path)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and err.startswith("train.py: --teacher.name teacher: its tokenizer")
+    code, _, err = train_opd(train, served, tmp_path)
+    assert code == 2 and err.startswith("train.py: --teacher.name teacher: its tokenizer")
     assert not (tmp_path / "run").exists()

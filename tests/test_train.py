@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_train
 
 
 def start(*args, **options):
@@ -26,12 +26,6 @@ def start(*args, **options):
     )
 
 
-def train(*args):
-    process = start(*args)
-    out, err = process.communicate(timeout=280)
-    return process.returncode, out, err
-
-
 def metrics_of(folder):
     return [json.loads(line) for line in open(folder / "metrics.jsonl")]
 
@@ -40,8 +34,7 @@ def metrics_of(folder):
 def run_dir(tmp_path_factory):
     """A run of 30 steps with the default model and environment."""
     runs = tmp_path_factory.mktemp("runs")
-    code, out, err = train("--steps", 30, "--eval-every", 15, "--runs-dir", runs, "--name", "learns")
-    assert code == 0, out + err
+    assert run_train("--steps", 30, "--eval-every", 15, "--runs-dir", runs, "--name", "learns") == 0
     return runs / "learns"
 
 
@@ -82,7 +75,7 @@ def test_rollouts_and_configuration_are_written(run_dir):
     assert Config.from_dict(json.loads((run_dir / "config.json").read_text())).name == "learns"
 
 
-def test_the_same_seed_gives_the_same_run(tmp_path):
+def test_the_same_seed_gives_the_same_run(train, tmp_path):
     def numbers(name, seed):
         code, out, err = train(
             "--steps",
@@ -126,7 +119,7 @@ def test_ctrl_c_finishes_the_step_and_leaves_whole_files(tmp_path):
     assert [row["step"] for row in rows] == list(range(len(rows))) and "eval/reverse-text/mean" in rows[-1]
 
 
-def test_a_run_without_any_signal_stops_with_a_message(tmp_path):
+def test_a_run_without_any_signal_stops_with_a_message(train, tmp_path):
     code, out, err = train(
         "--group-size",
         1,
@@ -144,7 +137,7 @@ def test_a_run_without_any_signal_stops_with_a_message(tmp_path):
     assert code == 1 and "--max-empty-steps 2" in out and "--group-size 1" in out and "Traceback" not in out + err
 
 
-def test_a_step_without_a_signal_is_no_optimizer_step(tmp_path):
+def test_a_step_without_a_signal_is_no_optimizer_step(train, tmp_path):
     """A14: not even weight decay moves the weights."""
     args = (
         "--group-size",
@@ -164,14 +157,14 @@ def test_a_step_without_a_signal_is_no_optimizer_step(tmp_path):
     assert all("reward/mean" in row and "optim/lr" not in row for row in metrics_of(tmp_path / "empty"))
 
 
-def test_a_name_is_used_once(tmp_path):
+def test_a_name_is_used_once(train, tmp_path):
     (tmp_path / "taken").mkdir()
     code, _, err = train("--runs-dir", tmp_path, "--name", "taken")
     assert code == 2 and "--name taken" in err
 
 
 @pytest.mark.smollm
-def test_a_real_model_trains(tmp_path):
+def test_a_real_model_trains(train, tmp_path):
     """SmolLM2-135M-Instruct for two steps: a chat template instead of a hand-coded renderer, and the same agreement."""
     pytest.importorskip("gguf")
     from importlib.util import find_spec
