@@ -48,7 +48,9 @@ if __name__ == "__main__":
         start = time.perf_counter()
         theirs = len(pack_dataset(data, seq_length=WIDTH, strategy="bfd"))
         seconds = time.perf_counter() - start
-        print(f"TRL:      {theirs} rows, fill {sum(lengths) / (theirs * WIDTH):.4f}, {seconds:.2f} s (with its data set)")
+        print(
+            f"TRL:      {theirs} rows, fill {sum(lengths) / (theirs * WIDTH):.4f}, {seconds:.2f} s (with its data set)"
+        )
 
     branches = [branch_of(length) for length in lengths]
     start = time.perf_counter()

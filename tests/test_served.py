@@ -19,8 +19,8 @@ from engines.remote import RemoteEngine
 from frozen import FrozenModel
 from make_tiny import make_tokenizer
 from renderers import make_renderer
-from tests.conftest import ROOT
-from tests.test_train import metrics_of, train
+from tests.conftest import ROOT, run_train
+from tests.test_train import metrics_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -153,8 +153,7 @@ def test_the_servers_own_sampling_defaults_change_nothing(url, speaks_tokens):
 
 def run(url, tmp_path, algo, option, steps, *flags):
     where = [f"--{option}.name", "tiny-teacher", f"--{option}.base-url", url, "--runs-dir", tmp_path, "--name", "run"]
-    code, out, err = train("--algo", algo, *where, "--seq-len", 512, "--steps", steps, "--eval-every", steps, *flags)
-    assert code == 0, out + err
+    assert run_train("--algo", algo, *where, "--seq-len", 512, "--steps", steps, "--eval-every", steps, *flags) == 0
     rows = metrics_of(tmp_path / "run")
     return [row for row in rows if row["step"]], [
         row["eval/reverse-text/mean"] for row in rows if "eval/reverse-text/mean" in row

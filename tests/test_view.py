@@ -188,8 +188,8 @@ def test_as_a_script_it_is_light_and_ends_with_its_reader(run):
     reader, writer = os.pipe()
     process = subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
-    assert os.read(reader, 10).startswith(b"\nstep 1")
-    os.close(reader)
+    with open(reader) as begun:
+        assert begun.readline() == "\n" and begun.readline().startswith("step 1")
     assert process.communicate(timeout=60)[1] == b"" and process.returncode != 0
     done = subprocess.run([*command[:3], "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--episode" in done.stdout and not done.stderr
