@@ -17,8 +17,8 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -181,22 +181,47 @@ def write_batch(folder: Path, step: int, micro_batches: list[MicroBatch], counts
         save_file(tensors, there / f"{i:04d}.safetensors", metadata=header)
 
 
-def read_batches(folder: Path, after: int, last: int) -> Iterator[tuple[int, tuple[list[MicroBatch], Counts]]]:
-    """(step, (its micro batches, its counts)) that `write_batch` wrote, for steps after the one named, up to the last. Raises ValueError
-    where there are none."""
-    steps = [step for step in list_steps(folder) if after < _number(step) <= last]
+def find_batches(folder: Path, after: int, last: int, vocabulary: int) -> list[tuple[int, Path]]:
+    """(step, folder) of what `write_batch` wrote in steps after the one named, up to the last. Raises ValueError where there are none
+    and where one is no batch of a model with so many tokens."""
+    steps = [(_number(step), step) for step in list_steps(folder) if after < _number(step) <= last]
     if not steps:
-        raise ValueError(f"--replay {folder}: holds no batch of steps {after + 1} to {last}")
-    for step in steps:
-        micro_batches, counts = [], Counts()
-        for path in sorted(step.glob("*.safetensors")):
+        raise ValueError(
+            f"--replay {folder}: holds no batch of steps {after + 1} to {last}, such as runs/NAME/batches does"
+        )
+    known = {f.name for f in fields(MicroBatch)}
+    for _, step in steps:
+        files = _files_of(step)
+        if not files:
+            raise ValueError(f"--replay {folder}: {step.name} is empty")
+        for path in files:
             try:
-                micro_batches.append(MicroBatch(**load_file(path)))
                 with safe_open(path, "pt") as file:
-                    counts = Counts(**{name: json.loads(value) for name, value in file.metadata().items()})
-            except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
-                raise ValueError(f"--replay {folder}: {path.name} of {step.name} is no batch: {error}") from None
-        yield _number(step), (micro_batches, counts)
+                    foreign = set(file.keys()) - known
+                    highest = int(file.get_tensor("token_ids").max())
+                    _counts_of(file)
+            except (OSError, ValueError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+                raise ValueError(f"--replay {folder}: {step.name}/{path.name} is no batch: {error}") from None
+            if foreign or highest >= vocabulary:
+                why = f"token {highest}, which --model does not have" if not foreign else ", ".join(sorted(foreign))
+                raise ValueError(f"--replay {folder}: {step.name}/{path.name} holds {why}")
+    return steps
+
+
+def read_batch(step: Path) -> tuple[list[MicroBatch], Counts]:
+    """What `write_batch` wrote of a step."""
+    files = _files_of(step)
+    with safe_open(files[0], "pt") as file:
+        counts = _counts_of(file)
+    return [MicroBatch(**load_file(path)) for path in files], counts
+
+
+def _files_of(step: Path) -> list[Path]:
+    return sorted(step.glob("*.safetensors"))
+
+
+def _counts_of(file: Any) -> Counts:
+    return Counts(**{name: json.loads(value) for name, value in file.metadata().items()})
 
 
 def list_steps(checkpoints: Path) -> list[Path]:

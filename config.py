@@ -249,7 +249,8 @@ class Run:
     dump_batches: bool = False
     """write the micro batches of each step to batches/ of the run, as safetensors"""
     replay: Path | None = None
-    """train on the batches that another run has dumped, e.g. runs/a/batches, without an engine and rollouts"""
+    """train on the batches that another run has dumped, e.g. runs/a/batches, without an engine and rollouts; metrics are written, and
+    no checkpoint"""
 
     track: Literal["none", "wandb", "tensorboard"] = "none"
     """a tracker that is told the metrics too; wandb also offline (WANDB_MODE=offline)"""
@@ -317,7 +318,8 @@ class Config(Run):
         first, model = self.sources[0], re.sub(r"[^\w.-]+", "-", Path(self.model).name)
         name = f"{name_of(ALGORITHMS, first.algo)}-{name_of(ENVS, first.env)}-{model}-{time.strftime('%m%d-%H%M%S')}"
         overlap = self.overlap or self.rollout_ranks is not None
-        return dataclasses.replace(self, **filled, name=self.name or name, overlap=overlap)
+        save_every = self.save_every if self.replay is None else 0  # without rollouts there is nothing that could go on
+        return dataclasses.replace(self, **filled, name=self.name or name, overlap=overlap, save_every=save_every)
 
     def check_types(self) -> None:
         """Raise ValueError for a value of a wrong type, which the command line could not say but a config file can."""
@@ -384,6 +386,12 @@ class Config(Run):
             "device",
             self.device,
             "each of several ranks takes a device of its own; say cuda",
+        )
+        require(
+            self.replay is None or self.rollout_ranks is None,
+            "rollout_ranks",
+            self.rollout_ranks,
+            "leave it out with --replay, where nothing is sampled",
         )
         oldest = self.max_off_policy_steps
         require(

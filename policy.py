@@ -235,6 +235,7 @@ class Policy:
                 if isinstance(block, GradientCheckpointingLayer):
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         self.device, self.dtype, self.config, self.steps = device, dtype, optimizer, steps
+        self.vocabulary = lm.get_input_embeddings().num_embeddings
         self.offload_optimizer = offload_optimizer
         self.model = TokenLogprobs(lm, temperature)
         self._check_packing()

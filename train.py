@@ -48,7 +48,7 @@ if __name__ == "__main__":
     if config.ranks not in (None, 1) and "WORLD_SIZE" not in os.environ:
         launch(config.ranks, config.grace)
 
-    from checkpoint import Snapshot, generator_states, load, newest_whole, read_batches, save, write_batch
+    from checkpoint import Snapshot, find_batches, generator_states, load, newest_whole, read_batch, save, write_batch
     from config import name_of, require
     from engines import choose_engine
     from engines.remote import RemoteEngine
@@ -121,7 +121,9 @@ if __name__ == "__main__":
         snapshot = load(start, policy) if start else Snapshot(0)
         done = f"{start} has done {snapshot.step} already"
         require(config.steps >= snapshot.step + (not config.resume and bool(start)), "steps", config.steps, done)
-        if ranks.samples and not config.replay:
+        if config.replay:
+            replayed = find_batches(config.replay, snapshot.step, config.steps, policy.vocabulary)
+        elif ranks.samples:
             beside = {
                 "top_logprobs": config.head_size,
                 "reserved_bytes": policy.moment_bytes if policy else 0,
@@ -147,17 +149,17 @@ if __name__ == "__main__":
     if ranks.leads:
         (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
     where = f" on each of {ranks.world} ranks" if ranks.world > 1 else ""
-    monitor.note(
-        f"model {path} on {device}{where} in {dtype}; engine {engine_name} ({why}); {renderer_words}; run {run_dir}"
-    )
+    samples = f"batches of {config.replay}" if config.replay else f"engine {engine_name} ({why})"
+    monitor.note(f"model {path} on {device}{where} in {dtype}; {samples}; {renderer_words}; run {run_dir}")
     rollouts = None
     try:
         if engine is not None:
             connect = lambda model: served[astuple(model)]  # noqa: E731
             rollouts = Rollouts(config, engine, renderer, monitor, connect, ranks)
         if start and ranks.leads:
-            rollouts.load_state_dict(snapshot.state)
-            rollouts.queue.waiting = snapshot.waiting
+            if rollouts is not None:
+                rollouts.load_state_dict(snapshot.state)
+                rollouts.queue.waiting = snapshot.waiting
             monitor.note(f"goes on from {start}, after step {snapshot.step}")
     except ValueError as error:
         give_up()
@@ -224,12 +226,15 @@ if __name__ == "__main__":
             tracked = snapshot.tracked if own_start else {}
             monitor.track(config.track, config.to_dict(), tracked, snapshot.step + 1 if start else 0)
             if config.replay:
-                for step, batch in read_batches(config.replay, snapshot.step, config.steps):
-                    micro_batches, counts = ranks.deal(fill_up(batch[0], len(ranks.train)), batch[1])
+                for step, folder in replayed:
+                    micro_batches, counts = read_batch(folder)
+                    micro_batches, counts = ranks.deal(fill_up(micro_batches, len(ranks.train)), counts)
                     results = ranks.gather(train(step, micro_batches, counts))
                     if ranks.leads:
                         monitor.log(step, say(results, counts))
-                raise SystemExit(0)
+                    if ranks.any(bool(stop.asked)):
+                        break
+                raise SystemExit(128 + stop.asked if stop.asked else 0)
             try:
                 if rollouts is not None:
                     runner.run(rollouts.setup())
@@ -252,7 +257,7 @@ if __name__ == "__main__":
                 ahead, result = None, None
                 with monitor.phase("train"):
                     packed = pack(branches, config.seq_len, config.micro_batch_tokens, len(ranks.train))
-                    if config.dump_batches and ranks.leads:
+                    if config.dump_batches and ranks.leads and packed[1].tokens:
                         write_batch(run_dir / "batches", step, *packed)
                     micro_batches, counts = ranks.deal(*packed)
                 if ranks.apart and ranks.trains and counts.tokens:  # while the others sample the next batch
