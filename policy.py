@@ -230,6 +230,9 @@ class Policy:
         )
         self.lora = adapt(lm, lora, seed, str(model_path)) if lora and lora.rank else None
         lm.eval()  # no dropout: the trainer's log-probs must be the sampler's
+        blocks = [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]
+        for block in blocks if compile_blocks else ():
+            block.forward = torch.compile(block.forward, dynamic=True)
         if checkpoint_activations:
             for block in lm.modules():  # by hand: transformers' own does nothing outside of training mode
                 if isinstance(block, GradientCheckpointingLayer):
@@ -245,9 +248,7 @@ class Policy:
             else MixedPrecisionPolicy()
         )
         mesh = make_mesh(device.split(":")[0], dist.get_world_size(), nodes)
-        for block in [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]:
-            if compile_blocks:
-                block.compile(dynamic=True)
+        for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
         for module in self.model.modules():

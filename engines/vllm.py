@@ -86,11 +86,9 @@ class VLLMEngine(Engine):
             # A prompt goes in whole: there vLLM can not take back what a seeded request drew in the middle of its prompt.
             whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, self.max_context + 1)}
             options = {"enforce_eager": True, **whole}
-            # vLLM compiles a few small functions, which costs a cold start of 20 s and a C++ compiler.
-            torch.compiler.set_stance("force_eager")
         if ranks > 1:
             options["distributed_executor_backend"] = "external_launcher"  # which joins the world that is there
-        with self._kept_generators(), warnings.catch_warnings():
+        with self._as_guest(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 from vllm import LLM
@@ -168,7 +166,7 @@ class VLLMEngine(Engine):
         self._require_idle("weights may not change")
         self._wake("weights")
         self.asleep = True  # should loading fail, what is there is no model
-        with self._kept_generators():
+        with self._as_guest():
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.complete(named_tensors)})
         if self._stale:
             raise ValueError(
@@ -224,11 +222,13 @@ class VLLMEngine(Engine):
             raise RuntimeError(f"{what} while {len(self._waiting)} requests wait")
 
     @contextlib.contextmanager
-    def _kept_generators(self) -> Iterator[None]:
+    def _as_guest(self) -> Iterator[None]:
         """Leave Python's, NumPy's and torch's global generators as they were: vLLM seeds them when it is built, and draws
-        from torch's in every step, though no request of ours needs it."""
+        from torch's in every step, though no request of ours needs it. And let it compile nothing on a CPU: a few small functions,
+        for which it would take 20 s and a C++ compiler."""
         python, numpy = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if self.on_gpu else []):
+        eager = contextlib.nullcontext() if self.on_gpu else torch.compiler.set_stance("force_eager")
+        with eager, torch.random.fork_rng(devices=[torch.cuda.current_device()] if self.on_gpu else []):
             try:
                 yield
             finally:
@@ -265,7 +265,7 @@ class VLLMEngine(Engine):
     async def _step_while_waiting(self) -> None:
         while self._waiting:
             try:
-                with self._kept_generators():
+                with self._as_guest():
                     outputs = self.llm.llm_engine.step()
             except Exception as error:
                 self._drop(list(self._waiting), error)

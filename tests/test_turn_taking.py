@@ -86,7 +86,7 @@ def on_gpu(monkeypatch, tiny_path):
     fake.LLM, fake.SamplingParams, fake.__spec__ = FakeLLM, lambda **options: options, object()
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * 2**30, 80 * 2**30))
-    monkeypatch.setattr(VLLMEngine, "_kept_generators", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(VLLMEngine, "_as_guest", lambda self: contextlib.nullcontext())
     return lambda **options: VLLMEngine(tiny_path, "cuda", torch.bfloat16, 64, **options)
 
 
