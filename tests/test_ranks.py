@@ -52,6 +52,14 @@ def three(model, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def nodes(model, tmp_path_factory):
+    """What four ranks make of it that stand for two nodes of two: each node has all parameters, and gradients meet."""
+    out = tmp_path_factory.mktemp("nodes")
+    assert ended(start(4, step_on_ranks, model, out, None, 2)) == [0, 0, 0, 0]
+    return out
+
+
 def distance(once, again):
     """Norm of the difference over the norm, over all tensors together."""
     assert once.keys() == again.keys()
@@ -59,7 +67,7 @@ def distance(once, again):
     return (total / sum(once[name].double().pow(2).sum() for name in once)).sqrt().item()
 
 
-@pytest.mark.parametrize("several", ["two", "three"])
+@pytest.mark.parametrize("several", ["two", "three", "nodes"])
 def test_gradient_loss_and_metrics_do_not_depend_on_ranks_and_layout(several, one, request):
     there = request.getfixturevalue(several)
     numbers = []
@@ -74,26 +82,26 @@ def test_gradient_loss_and_metrics_do_not_depend_on_ranks_and_layout(several, on
         numbers.append(expected[layout][1])
     assert numbers == [1, 2, 2] and {"loss/rl", "loss/ce", "loss/ref_kl"} <= expected["whole"][0].keys()
     assert all(expected["whole"][0][f"loss/{name}"] != 0 for name in ("rl", "ce", "ref_kl"))
-    trained = json.loads((there / ("report_0.json" if several == "two" else "report_2.json")).read_text())
+    trained = json.loads((there / ("report_2.json" if several == "three" else "report_0.json")).read_text())
     assert [trained[layout][1] for layout in LAYOUTS] == [1, 1, 2]
     assert trained["update"] == pytest.approx(expected["update"], rel=1e-5)
 
 
-@pytest.mark.parametrize("several", ["two", "three"])
+@pytest.mark.parametrize("several", ["two", "three", "nodes"])
 def test_engines_get_the_trained_weights(several, one, request):
     there = request.getfixturevalue(several)
     expected = load_file(one / "weights_0.safetensors")
     for path in sorted(there.glob("weights_*.safetensors")):
         weights = load_file(path)
         assert distance(expected, weights) < 1e-5
-    assert len(list(there.glob("weights_*"))) == (2 if several == "two" else 1)
+    assert len(list(there.glob("weights_*"))) == {"two": 2, "three": 1, "nodes": 4}[several]
 
 
-def test_a_checkpoint_is_read_by_any_number_of_ranks(one, two, three, model, tmp_path):
+def test_a_checkpoint_is_read_by_any_number_of_ranks(one, two, three, nodes, model, tmp_path):
     """Saved on two and read on one, and the reverse: the next gradient, weights and moments are the same."""
     straight = make_policy(model)
     load(one / "checkpoints" / "step_1", straight)
-    for saved in (two, three):
+    for saved in (two, three, nodes):
         policy = make_policy(model)
         assert load(saved / "checkpoints" / "step_1", policy).step == 1 and policy.updates == 1
         whole = [{name: t.full_tensor() for name, t in p.tensors().items()} for p in (straight, policy)]
