@@ -18,6 +18,7 @@ from policy import OptimizerConfig, Policy
 from ranks import join
 from tests.conftest import ROOT
 from tests.test_losses import sequence_of
+from tests.test_policy import sample
 
 LAYOUTS = {
     "whole": (None, 1),
@@ -85,6 +86,37 @@ def everything(model, out, ranks, nodes=1, start=None):
     if ranks.samples:
         save_file(weights, out / f"weights_{ranks.rank}.safetensors")
     (out / f"report_{ranks.rank}.json").write_text(json.dumps(report))
+
+
+def agree_on_ranks(model, out, rollout_ranks):
+    """Each rank that samples does so with vLLM; each that trains compares with what was sampled, and makes a step. Three times."""
+    from engines.vllm import VLLMEngine
+
+    ranks = join(None, rollout_ranks, "cpu")
+    policy = Policy(model, OptimizerConfig(1e-2), 3) if ranks.trains else None
+    engine = VLLMEngine(model, max_context=128, ranks=1 if ranks.apart else ranks.world) if ranks.samples else None
+    report = []
+    for step in range(1, 4):
+        branches = sample(engine) if engine else []
+        everybodys = [branch for each in ranks.gather(branches) for branch in each]
+        packed = pack(everybodys, 64, 64, len(ranks.train)) if ranks.leads else ([], None)
+        micro_batches, counts = ranks.deal(*packed)
+        differences = [0.0]
+        if engine:
+            engine.sleep()
+        for batch in micro_batches:
+            logprobs, _, _ = policy(batch)
+            differences += (logprobs - batch.inference_logprobs)[batch.loss_mask].abs().tolist()
+            compute_loss(batch, logprobs, counts.denominators(), make_rl_loss("ipo"))[0].backward()
+        report.append([len(differences) - 1, max(differences), policy.step(step)["optim/grad_norm"] if policy else 0.0])
+        weights = ranks.weights(policy)
+        if engine:
+            engine.load_weights(weights, step)
+        else:
+            list(weights)
+    if engine:
+        engine.close()
+    (out / f"{ranks.rank}.json").write_text(json.dumps(report))
 
 
 def start(number, target, *arguments):
