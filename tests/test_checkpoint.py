@@ -105,20 +105,19 @@ def test_kill_9_and_resume(tmp_path):
         "0",
     ]
     command += ["--runs-dir", str(tmp_path), "--name", "run", "--resume"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.time() + 100
     while not (tmp_path / "run" / "checkpoints" / "step_3").exists() and time.time() < end:
         time.sleep(0.001)
     process.kill()
     process.wait()
     killed = len(list_steps(tmp_path / "run" / "checkpoints"))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and killed == 1 and "goes on from" in done.stdout
     straight = run(tmp_path, "--eval-every", "0", "--name", "straight")
-    threads = torch.get_num_threads()
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    for once, again in zip(metrics_of(straight), metrics_of(tmp_path / "run"), strict=True):
-        assert once == pytest.approx(again, abs=1e-5, nan_ok=True), threads
+    assert metrics_of(straight) == metrics_of(tmp_path / "run"), "to the bit"
 
 
 def test_kills_while_saving(tmp_path):

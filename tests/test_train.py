@@ -32,21 +32,21 @@ def metrics_of(folder):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run of 30 steps with the default model and environment."""
+    """A run of 12 steps with the default model and environment."""
     runs = tmp_path_factory.mktemp("runs")
-    assert run_train("--steps", 30, "--eval-every", 15, "--runs-dir", runs, "--name", "learns") == 0
+    assert run_train("--steps", 12, "--eval-every", 6, "--runs-dir", runs, "--name", "learns") == 0
     return runs / "learns"
 
 
 def test_reward_rises_by_more_than_chance(run_dir):
     """128 rollouts a step: the standard error of a step's mean reward is below 0.03, so 0.1 is far from chance."""
     rewards = [row["reward/mean"] for row in metrics_of(run_dir) if "reward/mean" in row]
-    assert len(rewards) == 30
+    assert len(rewards) == 12
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
     evals = {
         row["step"]: row["eval/reverse-text/mean"] for row in metrics_of(run_dir) if "eval/reverse-text/mean" in row
     }
-    assert sorted(evals) == [0, 15, 30] and 0.2 <= evals[0] <= 0.65 and evals[30] > evals[0] + 0.1
+    assert sorted(evals) == [0, 6, 12] and 0.2 <= evals[0] <= 0.65 and evals[12] > evals[0] + 0.1
 
 
 def test_every_number_is_there(run_dir):
@@ -55,7 +55,7 @@ def test_every_number_is_there(run_dir):
         off_policy/mean pack/fill time/sample time/score time/train time/sync time/step perf/sampled_tokens_per_s
         perf/trained_tokens_per_s""".split()
     first, *steps = metrics_of(run_dir)
-    assert first["step"] == 0 and [row["step"] for row in steps] == list(range(1, 31))
+    assert first["step"] == 0 and [row["step"] for row in steps] == list(range(1, 13))
     for row in steps:
         assert not set(expected) - set(row)
         assert all(row[name] is not None for name in expected), "null stands for NaN or infinity"
@@ -66,7 +66,7 @@ def test_every_number_is_there(run_dir):
 
 def test_rollouts_and_configuration_are_written(run_dir):
     rows = [json.loads(line) for line in open(run_dir / "rollouts.jsonl")]
-    assert len(rows) >= 30 * 128 and {row["step"] for row in rows} == set(range(1, 31))
+    assert len(rows) >= 12 * 128 and {row["step"] for row in rows} == set(range(1, 13))
     row = rows[0]
     assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
     assert row["branches"][0]["turns"][0]["version"] == 0 and 0 <= row["reward"] <= 1
