@@ -223,6 +223,15 @@ if __name__ == "__main__":
     exit_code = 0
     with contextlib.closing(monitor), runner, lock:
         try:
+            try:
+                if rollouts is not None:
+                    runner.run(rollouts.setup())
+                    engine.sleep()  # weights always arrive while the engine holds nothing else: on a GPU there is no room for both
+                if not config.replay:
+                    sync(snapshot.step)
+            except (ValueError, RunStopped) as error:
+                give_up()
+                ranks.fail(str(error))
             tracked = snapshot.tracked if own_start else {}
             monitor.track(config.track, config.to_dict(), tracked, snapshot.step + 1 if start else 0)
             if config.replay:
@@ -235,14 +244,6 @@ if __name__ == "__main__":
                     if ranks.any(bool(stop.asked)):
                         break
                 raise SystemExit(128 + stop.asked if stop.asked else 0)
-            try:
-                if rollouts is not None:
-                    runner.run(rollouts.setup())
-                    engine.sleep()  # weights always arrive while the engine holds nothing else: on a GPU there is no room for both
-                sync(snapshot.step)
-            except (ValueError, RunStopped) as error:
-                give_up()
-                ranks.fail(str(error))
             if not start and is_eval_step(0):
                 metrics = together(lambda: rollouts.evaluate(0))
                 if ranks.leads:
