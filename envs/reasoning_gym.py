@@ -1,7 +1,8 @@
 """Any task of the package reasoning-gym (arXiv:2505.24760): over a hundred families of puzzles, made as they are wanted.
 
     python train.py --env reasoning-gym --env.task gsm_symbolic --model Qwen/Qwen3-0.6B
-    python train.py --env reasoning-gym --env.task basic_arithmetic --env.config max_terms=3 max_digits=2 --model smollm2
+    python train.py --env reasoning-gym --env.task syllogism --model smollm2 --engine vllm --steps 20
+    python train.py --env reasoning-gym --env.task basic_arithmetic --env.config max_terms=3 max_digits=2 --model Qwen/Qwen3-0.6B
 
 The home of task samplers and gates (a family's options make it easier or harder) and of grpo and max_rl on a real model. It takes an
 instruction-tuned model, which is asked for the answer alone on the last line. --env.answer tags asks as the package does, to think
