@@ -23,7 +23,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from config import fail, parse_beside_env, require
+from command_line import parse_beside_env
+from config import fail, require
 from envs.base import Agent, Tool, schemas_of, user
 from monitor import visible
 from traces import Message, Trace

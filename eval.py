@@ -30,7 +30,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from config import MODEL_DEFAULTS, fail, parse_beside_env, require
+from command_line import parse_beside_env
+from config import MODEL_DEFAULTS, fail, require
 from frozen import FrozenModel, require_frozen
 from monitor import visible, write_row
 from traces import Episode

@@ -14,7 +14,8 @@ import json
 import os
 import sys
 
-from config import fail, parse
+from command_line import parse
+from config import fail
 
 if __name__ == "__main__":
     config, notes = parse(sys.argv[1:])

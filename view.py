@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from config import fail, option, parse_knobs, require
+from command_line import parse_knobs
+from config import fail, option, require
 from monitor import RECORDS, read_rows, sparkline, visible
 
 METRICS, ROLLOUTS = RECORDS

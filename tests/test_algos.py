@@ -21,7 +21,8 @@ from transformers import AutoTokenizer
 import algos.base
 from algos import ALGORITHMS
 from algos.advantage import GroupRelativeConfig, token_counts
-from config import Config, Run, Source, parse
+from command_line import parse
+from config import Config, Run, Source
 from engines.base import Engine, Sampling
 from engines.hf import HFEngine
 from envs import ENVS, Env

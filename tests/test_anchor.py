@@ -10,7 +10,8 @@ import torch
 
 from algos import ALGORITHMS
 from algos.anchor import Anchored
-from config import Config, Source, parse
+from command_line import parse
+from config import Config, Source
 from engines.base import Engine
 from envs.reverse_text import ReverseText
 from frozen import FrozenModel

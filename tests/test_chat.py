@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from chat import Chat, Conversation
-from config import parse_beside_env
+from command_line import parse_beside_env
 from engines.base import Completion, Sampling
 from envs.base import Tool
 from envs.calculator import TOOL, Calculator

@@ -12,7 +12,8 @@ import pytest
 from algos import ALGORITHMS
 from algos.grpo import GRPOConfig
 from algos.rae import RAEConfig
-from config import CHOICES, Config, IcePop, Run, Source, config_class, parse
+from command_line import parse
+from config import CHOICES, Config, IcePop, Run, Source, config_class
 from curriculum import AdvRangeConfig, DifficultyPoolConfig
 from envs.arithmetic import Arithmetic
 from envs.reverse_text import ReverseText

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import parse
+from command_line import parse
 from envs.countdown import Countdown, tagged, value_of
 from tests.speaker import play
 from traces import Task

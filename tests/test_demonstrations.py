@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from config import Config, parse
+from command_line import parse
+from config import Config
 from engines.hf import HFEngine
 from envs.demonstrations import Demonstrations, fault_of
 from envs.reverse_text import ReverseText

@@ -21,7 +21,8 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from config import Config, Source, parse_beside_env
+from command_line import parse_beside_env
+from config import Config, Source
 from engines.hf import HFEngine
 from envs import ENVS
 from envs.base import Env, Player, user

@@ -16,7 +16,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from algos import ALGORITHMS
-from config import Config, Source, parse
+from command_line import parse
+from config import Config, Source
 from engines.hf import HFEngine
 from envs import ENVS
 from envs.base import Env, user

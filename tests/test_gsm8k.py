@@ -15,7 +15,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from config import Config, Source, parse
+from command_line import parse
+from config import Config, Source
 from engines.base import Completion, Engine
 from envs.base import Agent
 from envs.grading import WORKER_POOL, Pool, equal_math, grade, last_boxed

@@ -120,7 +120,8 @@ def test_only_algos_and_config_ask_which_algorithm_runs():
     [
         path
         for path in FILES
-        if path.parts[0] in ("algos", "envs") or path.name in ("config.py", "traces.py", "curriculum.py")
+        if path.parts[0] in ("algos", "envs")
+        or path.name in ("config.py", "command_line.py", "traces.py", "curriculum.py")
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from config import parse
+from command_line import parse
 from engines.base import Completion
 from engines.hf import HFEngine
 from envs.base import Agent, ScriptedAgent

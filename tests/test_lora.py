@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint import Snapshot, generator_states, load, save
-from config import Config, LoRA, parse
+from command_line import parse
+from config import Config, LoRA
 from engines.hf import HFEngine
 from losses import compute_loss
 from packing import pack

@@ -5,7 +5,7 @@ import runpy
 import pytest
 
 import envs.gsm8k
-from config import parse
+from command_line import parse
 from envs.gsm8k import GSM8K
 from tests.conftest import ROOT
 from traces import Task

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import make_tiny
 from algos.hierarchical_grpo import HierarchicalGRPO, HierarchicalGRPOConfig
-from config import Config, Source, parse
+from command_line import parse
+from config import Config, Source
 from engines.base import Completion
 from engines.hf import HFEngine
 from envs import ENVS

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from config import parse
+from command_line import parse
 from engines.hf import HFEngine
 from envs import ENVS
 from monitor import Monitor

@@ -11,7 +11,7 @@ pytest.importorskip("reasoning_gym", reason="needs the extra envs")
 from reasoning_gym.factory import DATASETS
 
 import envs.reasoning_gym
-from config import parse
+from command_line import parse
 from envs.grading import WORKER_POOL
 from envs.reasoning_gym import ReasoningGym, dataset, entries, score
 from tests.speaker import play

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import engines.vllm
-from config import Config, parse
+from command_line import parse
+from config import Config
 from engines.base import Sampling
 from engines.hf import HFEngine
 from engines.vllm import VLLMEngine, memory_share

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import view as module
-from config import parse_knobs
+from command_line import parse_knobs
 from envs.reverse_text import ReverseText
 from monitor import write_row
 from rollouts import Group, Stage, row_of

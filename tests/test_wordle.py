@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import parse
+from command_line import parse
 from envs.wordle import CONSONANTS, VOWELS, Wordle, feedback, read_guess
 from tests.speaker import play
 from traces import Task
