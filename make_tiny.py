@@ -1,5 +1,5 @@
 """
-Makes the tiny chat models that ship in models/: `python make_tiny.py` (about half an hour on one core), or some of them,
+Makes the tiny chat models that ship in models/: `python make_tiny.py` (about three quarters of an hour on one core), or some of them,
 `python make_tiny.py --only calculator mixed`. Remade files differ in their last bits from those of another processor.
 
 A tiny model has the Qwen3 architecture, 0.6M parameters in float32, and one token per byte plus Qwen3's control
@@ -24,6 +24,8 @@ surprised by what the real tool says without being upset: where tool tokens were
 the reward to 0.
 
 `opsd` answers reverse-text rightly behind the hint that `--algo opsd` gives, and mostly wrongly without it: its own teacher.
+`alphabet-sort` goes on from `base` until most names are copied letter by letter, and then says them in any order: what is left to
+learn of copying it learns meanwhile.
 `kuhn-poker`, smaller than the others, has nothing right or wrong in it: it plays a strategy that was drawn at random, with legal
 moves. Its base `styles` plays many, and a system message says which. A model that was taught but one knows which moves are
 rare in it and not what card it holds: whatever RL teaches it about one card it then does with all of them.
@@ -55,6 +57,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from algos.opsd import OPSDConfig
 from engines.base import Completion
+from envs.alphabet_sort import AlphabetSort
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
 from envs.calculator import Calculator, evaluate
@@ -226,6 +229,16 @@ def demonstrated(task: Task, rng: random.Random, wrong: bool) -> Chat:
     return [Turn(**task.prompt[0]), Turn(**task.prompt[1]), Turn("assistant", task.info["answer"], 1.0)]
 
 
+def alphabet_sort(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """All names so far in order, turn after turn; a wrong chat says them in any order, another one in each turn."""
+    asked = [task.prompt[0]["content"], *task.info["later"]]
+    chat = []
+    for text, answer in zip(asked, task.info["answers"], strict=True):
+        said = rng.sample(answer, len(answer)) if wrong else answer
+        chat += [Turn("user", text), Turn("assistant", " ".join(said), 1.0)]
+    return chat
+
+
 def some_strategy(seed: int, low: float) -> Strategy:
     """A chip is put in rarely (`low`) or often (1 - low), at random for each information set."""
     rng = random.Random(seed)
@@ -305,6 +318,9 @@ RECIPES = {
     ),
     "arithmetic": Recipe(Arithmetic(), arithmetic, wrong_share=0.7, stop_reward=0.2, max_new_tokens=8),
     "calculator": Recipe(Calculator(), calculator, wrong_share=0.7, stop_reward=0.3, max_new_tokens=96, start_rows=48),
+    "alphabet-sort": Recipe(
+        AlphabetSort(num_tasks=32_768), alphabet_sort, 0.75, stop_reward=0.45, max_new_tokens=32, start_rows=32
+    ),
     "kuhn-poker": Recipe(KuhnPoker(), kuhn_poker, 0.0, 0.0, max_new_tokens=8, measured="nash_conv"),
     "styles": Recipe(KuhnPoker(), styles, 0.0, 0.0, max_new_tokens=8, measured="legal"),
     "proposer-solver": Recipe(ProposerSolver(), proposed, wrong_share=0.0, stop_reward=0.0, max_new_tokens=16),
@@ -330,6 +346,7 @@ BASES = {
         {"calculator": 32, "arithmetic": 16}, steps=600, lr=3e-3, after="formats"
     ),  # until results are copied
     "hints": Base({"reverse-text": 16, "demonstrated": 32}, steps=150, lr=1e-3, after="base"),
+    "sorted": Base({"alphabet-sort": 24}, steps=1000, lr=4e-3, after="base"),
     "styles": Base({"styles": 96}, steps=400, lr=5e-3, heads=2),
     "kuhn-poker": Base({"kuhn-poker": 96}, steps=150, lr=1e-3, after="styles"),
     "proposer-solver": Base({"proposer-solver": 24, "solved": 96}, steps=320, lr=2e-3, after="base"),
@@ -351,6 +368,7 @@ STARTS = {
     "opsd": Start("hints", ("reverse-text", "demonstrated")),
     "arithmetic": Start("base", ("arithmetic",)),
     "calculator": Start("tools", ("calculator",), lr=5e-5),
+    "alphabet-sort": Start("sorted", ("alphabet-sort",)),
     "mixed": Start("tools", ("arithmetic", "calculator"), lr=5e-5),
 }
 FOLDERS = {name: f"tiny/{name}" for name in ("base", "kuhn-poker", "proposer-solver", *STARTS)} | {

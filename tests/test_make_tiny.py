@@ -101,7 +101,7 @@ def replay(recipe, task, chat):
     return trace
 
 
-@pytest.mark.parametrize("name", ["reverse-text", "arithmetic"])
+@pytest.mark.parametrize("name", ["reverse-text", "arithmetic", "alphabet-sort"])
 def test_right_answers_are_right_and_wrong_ones_mostly_wrong(name):
     recipe, rng, means = RECIPES[name], random.Random(0), {}
     for wrong in (False, True):
@@ -200,6 +200,7 @@ BETWEEN = {
     "demonstrated": (0.8, 1.0),  # the teacher of opsd: this one is to be right
     "arithmetic": (0.1, 0.35),
     "calculator": (0.15, 0.4),
+    "alphabet-sort": (0.3, 0.5),
 }
 
 
