@@ -6,7 +6,7 @@ Shows sub-agents in the trace of the one who asks them, all of whom earn what it
 CPU core, more beside other work. Expect (measured, seed 0, the first 24 of the 30 steps) a held-out reward from 0.33 at the start to
 0.66 after 10 steps and 0.63 after 20, and eval/delegate/calls from 0.5 to 2.0: it asks both helpers where it often asked
 nobody. That takes five to ten steps, and then the reward stays where it is, with noise of about 0.04 in each evaluation.
-The commonest answer is right in 37 % of these tasks.
+The commonest answer is right in 35 % of the held-out tasks.
 """
 
 from algos.grpo import GRPOConfig
