@@ -1,5 +1,5 @@
 """
-Makes the tiny chat models that ship in models/: `python make_tiny.py` (about half an hour on one core), or some of them,
+Makes the tiny chat models that ship in models/: `python make_tiny.py` (about fifty minutes on one core), or some of them,
 `python make_tiny.py --only calculator mixed`. Remade files differ in their last bits from those of another processor.
 
 A tiny model has the Qwen3 architecture, 0.6M parameters in float32, and one token per byte plus Qwen3's control
@@ -24,6 +24,10 @@ surprised by what the real tool says without being upset: where tool tokens were
 the reward to 0.
 
 `opsd` answers reverse-text rightly behind the hint that `--algo opsd` gives, and mostly wrongly without it: its own teacher.
+`alphabet-sort` goes on from `base` until most names are copied letter by letter, and then says them in any order: what is left to
+learn of copying it learns meanwhile.
+`delegate` is the main agent and its helpers (`helper`), taught apart, in chats that the loop of an episode never joined. A wrong
+main agent asks nobody, one helper alone or for another fruit, or adds up wrongly; a wrong helper counts wrongly.
 `kuhn-poker`, smaller than the others, has nothing right or wrong in it: it plays a strategy that was drawn at random, with legal
 moves. Its base `styles` plays many, and a system message says which. A model that was taught but one knows which moves are
 rare in it and not what card it holds: whatever RL teaches it about one card it then does with all of them.
@@ -55,9 +59,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from algos.opsd import OPSDConfig
 from engines.base import Completion
+from envs.alphabet_sort import AlphabetSort
 from envs.arithmetic import Arithmetic
 from envs.base import Agent, Env
 from envs.calculator import Calculator, evaluate
+from envs.delegate import FRUIT, Delegate
 from envs.kuhn_poker import INFORMATION_SETS, MOVES, KuhnPoker, Strategy
 from envs.proposer_solver import OPERATORS, ProposerSolver, question
 from envs.reverse_text import ReverseText
@@ -226,6 +232,48 @@ def demonstrated(task: Task, rng: random.Random, wrong: bool) -> Chat:
     return [Turn(**task.prompt[0]), Turn(**task.prompt[1]), Turn("assistant", task.info["answer"], 1.0)]
 
 
+def alphabet_sort(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """All names so far in order, turn after turn; a wrong chat says them in any order, another one in each turn."""
+    asked = [task.prompt[0]["content"], *task.info["later"]]
+    chat = []
+    for text, answer in zip(asked, task.info["answers"], strict=True):
+        said = rng.sample(answer, len(answer)) if wrong else answer
+        chat += [Turn("user", text), Turn("assistant", " ".join(said), 1.0)]
+    return chat
+
+
+def delegate(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """Each helper asked for its count, random counts in return, and their sum. A wrong chat asks nobody and guesses, asks
+    one helper alone, asks for another fruit, or answers another number than the sum."""
+    word, parts = task.key.partition(";")[0], list(range(1, len(task.info["parts"]) + 1))
+    kind = rng.choice(("ask nobody", "ask one", "other fruit", "other sum")) if wrong else ""
+    if kind == "ask one":
+        parts = [rng.choice(parts)]
+    if kind == "other fruit":
+        word = rng.choice([fruit for fruit in FRUIT if fruit != word])
+    lines, counts = [f"ask {part}: how many {word}?" for part in parts], [rng.randrange(5) for _ in parts]
+    total = sum(counts)
+    if kind in ("ask nobody", "other sum"):
+        total = rng.choice([number for number in range(6) if number != total])
+    answer = Turn("assistant", str(total), ANSWER_WEIGHT)
+    if kind == "ask nobody":
+        return [Turn(**task.prompt[0]), answer]
+    heard = "\n\n".join(f"> {line}\n{count}" for line, count in zip(lines, counts, strict=True))
+    return [Turn(**task.prompt[0]), Turn("assistant", "\n".join(lines), 1.0), Turn("user", heard), answer]
+
+
+def helper(task: Task, rng: random.Random, wrong: bool) -> Chat:
+    """A helper who counts a fruit in one list, often one that is there; a wrong one says another number."""
+    part = rng.randrange(len(task.info["parts"]))
+    items = task.info["parts"][part]
+    word = rng.choice([*items.split(", "), *FRUIT])
+    count = items.split(", ").count(word)
+    if wrong:
+        count = rng.choice([number for number in range(4) if number != count])
+    question = f"List {part + 1}: {items}\n\nhow many {word}?"
+    return [Turn("user", question), Turn("assistant", str(count), 1.0)]
+
+
 def some_strategy(seed: int, low: float) -> Strategy:
     """A chip is put in rarely (`low`) or often (1 - low), at random for each information set."""
     rng = random.Random(seed)
@@ -296,6 +344,8 @@ class Recipe:
     measured: str = "reward"  # the sampled reward, or what the environment evaluates under this name
 
 
+# Two short lists, and nothing said about how to ask: what the model was taught need not be read in every prompt.
+DELEGATE = Delegate(parts=2, max_items=6, max_turns=2, explain=False, num_tasks=32_768)
 RECIPES = {
     "reverse-text": Recipe(
         ReverseText(num_tasks=32_768), reverse_text, wrong_share=0.75, stop_reward=0.52, max_new_tokens=24
@@ -305,6 +355,11 @@ RECIPES = {
     ),
     "arithmetic": Recipe(Arithmetic(), arithmetic, wrong_share=0.7, stop_reward=0.2, max_new_tokens=8),
     "calculator": Recipe(Calculator(), calculator, wrong_share=0.7, stop_reward=0.3, max_new_tokens=96, start_rows=48),
+    "alphabet-sort": Recipe(
+        AlphabetSort(num_tasks=32_768), alphabet_sort, 0.75, stop_reward=0.45, max_new_tokens=32, start_rows=32
+    ),
+    "delegate": Recipe(DELEGATE, delegate, wrong_share=0.7, stop_reward=0.4, max_new_tokens=48, start_rows=16),
+    "helper": Recipe(DELEGATE, helper, wrong_share=0.3, stop_reward=0.4, max_new_tokens=48, start_rows=32),
     "kuhn-poker": Recipe(KuhnPoker(), kuhn_poker, 0.0, 0.0, max_new_tokens=8, measured="nash_conv"),
     "styles": Recipe(KuhnPoker(), styles, 0.0, 0.0, max_new_tokens=8, measured="legal"),
     "proposer-solver": Recipe(ProposerSolver(), proposed, wrong_share=0.0, stop_reward=0.0, max_new_tokens=16),
@@ -330,6 +385,8 @@ BASES = {
         {"calculator": 32, "arithmetic": 16}, steps=600, lr=3e-3, after="formats"
     ),  # until results are copied
     "hints": Base({"reverse-text": 16, "demonstrated": 32}, steps=150, lr=1e-3, after="base"),
+    "sorted": Base({"alphabet-sort": 24}, steps=1000, lr=4e-3, after="base"),
+    "asked": Base({"delegate": 12, "helper": 32}, steps=500, lr=4e-3, after="base"),
     "styles": Base({"styles": 96}, steps=400, lr=5e-3, heads=2),
     "kuhn-poker": Base({"kuhn-poker": 96}, steps=150, lr=1e-3, after="styles"),
     "proposer-solver": Base({"proposer-solver": 24, "solved": 96}, steps=320, lr=2e-3, after="base"),
@@ -351,6 +408,8 @@ STARTS = {
     "opsd": Start("hints", ("reverse-text", "demonstrated")),
     "arithmetic": Start("base", ("arithmetic",)),
     "calculator": Start("tools", ("calculator",), lr=5e-5),
+    "alphabet-sort": Start("sorted", ("alphabet-sort",)),
+    "delegate": Start("asked", ("delegate", "helper")),
     "mixed": Start("tools", ("arithmetic", "calculator"), lr=5e-5),
 }
 FOLDERS = {name: f"tiny/{name}" for name in ("base", "kuhn-poker", "proposer-solver", *STARTS)} | {
@@ -409,7 +468,7 @@ class Player:
         agents = [[Agent(Trace(name), self.renderer, self.sample) for name in env.agents] for _ in tasks]
         plays = [asyncio.create_task(env.play(task, *players)) for task, players in zip(tasks, agents, strict=True)]
         while not all(play.done() for play in plays):
-            for _ in range(3):  # until every episode has ended or asked
+            for _ in range(8):  # until every episode has ended or asked
                 await asyncio.sleep(0)
             waiting, self.waiting = self.waiting, []
             if waiting:

@@ -29,7 +29,8 @@ from envs.base import Agent, Env, Message, Tool, require_at_least, user
 from traces import Task
 
 FRUIT = ("apple", "cherry", "fig", "lemon", "pear", "plum")
-PROMPT = """There are {parts} lists of fruit, which you can not see. How often does "{word}" stand in all {parts} lists together?
+PROMPT = 'There are {parts} lists of fruit, which you can not see. How often does "{word}" stand in all {parts} lists together?'
+HOW_TO_ASK = """
 Each list has a helper who can read it. To ask the helper of list 2, write a line like this one:
 ask 2: your question
 You may ask several helpers in one reply; each knows its own list and your question, nothing else. When you know the answer, reply with that number and ask nothing."""
@@ -54,6 +55,8 @@ class Delegate(Env):
     """after so many turns the main agent sums up and forgets the rest; 0: never"""
     show_tool: bool = False
     """offer the tool's schema too, for a model that calls tools"""
+    explain: bool = True
+    """say in the prompt how to ask, for a model that was not taught it (the tiny one was: configs/delegate_tiny.py)"""
     num_tasks: int = 1024
 
     def check(self) -> None:
@@ -63,6 +66,7 @@ class Delegate(Env):
     def tasks(self, split: Literal["train", "eval"]) -> list[Task]:
         """Distinct random lists, each with a word; a checksum of them decides which split they belong to."""
         rng = random.Random(0)
+        template = PROMPT + HOW_TO_ASK if self.explain else PROMPT
         found: dict[str, Task] = {}
         for _ in range(100 * self.num_tasks):
             lists = [rng.choices(FRUIT, k=rng.randint(1, self.max_items)) for _ in range(self.parts)]
@@ -70,7 +74,7 @@ class Delegate(Env):
             key = "; ".join([word, *(" ".join(items) for items in lists)])
             if (zlib.crc32(key.encode()) % 4 == 0) == (split == "eval"):
                 info = {"parts": [", ".join(items) for items in lists], "answer": sum(i.count(word) for i in lists)}
-                found[key] = Task(key, [user(PROMPT.format(parts=self.parts, word=word))], info)
+                found[key] = Task(key, [user(template.format(parts=self.parts, word=word))], info)
             if len(found) == self.num_tasks:
                 break
         return list(found.values())

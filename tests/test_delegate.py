@@ -295,3 +295,10 @@ def test_a_training_step(tmp_path):
 
 def test_a_call_of_a_tool_and_a_line_are_the_same_call():
     assert read_line("ask 2: how many?") == call_of("ask", {"part": 2, "question": "how many?"}) | {"id": ""}
+
+
+def test_a_model_that_was_taught_how_to_ask_need_not_be_told():
+    (told, short) = (task_of(Delegate(explain=explain)) for explain in (True, False))
+    assert told.key == short.key and told.info == short.info
+    assert told.prompt[0]["content"].startswith(short.prompt[0]["content"] + "\nEach list has a helper")
+    assert not asking_lines(short.prompt[0]["content"])

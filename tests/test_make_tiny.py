@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import make_tiny
 from engines.base import Completion
 from envs.base import Agent
+from envs.delegate import asking_lines
 from envs.kuhn_poker import INFORMATION_SETS, MOVES, nash_conv
 from make_tiny import ADDED, BASES, EOS, FOLDERS, PAD, RECIPES, SPECIAL, STARTS, TOKEN_ID, Turn, encode
 from renderers import make_renderer, resolve_name
@@ -101,7 +104,7 @@ def replay(recipe, task, chat):
     return trace
 
 
-@pytest.mark.parametrize("name", ["reverse-text", "arithmetic"])
+@pytest.mark.parametrize("name", ["reverse-text", "arithmetic", "alphabet-sort"])
 def test_right_answers_are_right_and_wrong_ones_mostly_wrong(name):
     recipe, rng, means = RECIPES[name], random.Random(0), {}
     for wrong in (False, True):
@@ -144,6 +147,24 @@ def test_wrong_chats_with_the_calculator_are_wrong_in_four_ways():
             seen["other call" if chat[2].content.strip(".").endswith(chat[3].content) else "other answer"] += 1
         assert trace.reward == 0.0 or rng.random() < 0.1  # a guess may be right
     assert min(seen.values()) > 10
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_chats_of_delegation_are_what_they_say(wrong):
+    """Right ones are right with helpers who say what the chat's say; helpers count; wrong chats are wrong in four ways."""
+    rng, seen = random.Random(0), Counter()
+    for task in make_tiny.some_tasks(RECIPES["delegate"], "train", 100):
+        question, *chat, answer = RECIPES["delegate"].chat(task, rng, wrong)
+        word = re.search(r'"(\w+)"', question.content)[1]
+        asked = asking_lines(chat[0].content) if chat else []
+        counts = [int(line) for line in chat[1].content.splitlines() if line.isdigit()] if chat else []
+        right = asked == [f"ask {part}: how many {word}?" for part in (1, 2)] and answer.content == str(sum(counts))
+        assert right == (not wrong) and len(counts) == len(asked)
+        seen["nobody" if not asked else "one" if len(asked) == 1 else word in asked[0]] += 1
+        question, answer = RECIPES["helper"].chat(task, rng, wrong)
+        items, word = re.fullmatch(r"List \d: (.*)\n\nhow many (\w+)\?", question.content).groups()
+        assert (items.split(", ").count(word) == int(answer.content)) == (not wrong)
+    assert min(seen.values()) > 10 and len(seen) == (4 if wrong else 1)
 
 
 def test_loss_counts_weighted_tokens_alone():
@@ -200,6 +221,9 @@ BETWEEN = {
     "demonstrated": (0.8, 1.0),  # the teacher of opsd: this one is to be right
     "arithmetic": (0.1, 0.35),
     "calculator": (0.15, 0.4),
+    "alphabet-sort": (0.3, 0.5),
+    "delegate": (0.2, 0.45),
+    "helper": (0.2, 0.45),  # played by the same episodes
 }
 
 
