@@ -3,7 +3,8 @@
     python train.py configs/mixed.py
 
 Shows two sources with an algorithm each, whose sequences share micro batches. Costs three minutes on two CPU cores. Expect
-(measured, seed 0) held-out rewards from 0.16 to 0.93 on arithmetic and from 0.21 to 0.78 on the calculator.
+(measured, seeds 0, 1, 2) held-out rewards from 0.16, 0.19, 0.14 to 0.93, 0.95, 0.95 on arithmetic and from 0.21, 0.24, 0.23 to
+0.78, 0.76, 0.86 on the calculator.
 """
 
 from pathlib import Path
