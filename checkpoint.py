@@ -85,15 +85,22 @@ def save(
     keep: int,
     ranks: Ranks = ALONE,
 ) -> Path:
-    """Write checkpoints/step_<n>, then delete all but the newest `keep`. Returns its path.
+    """Write checkpoints/step_<n> unless it is there, then delete those before it but for the newest whole ones: `keep` with this
+    one. Returns its path.
+
+    A run goes on from its newest whole checkpoint. So a whole one of this step is this snapshot, and those after it are damaged:
+    they count for nothing, and are written again in their turn.
 
     All ranks take part, in one file system: those that train (others have no policy) write their part of it, the lead, whose
     snapshot it is, the rest.
     """
     folder = checkpoints / f"step_{snapshot.step}"
     unfinished = checkpoints / f".unfinished_{snapshot.step}"
+    if ranks.share(problem(folder) is None):
+        return folder
     if ranks.leads:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for left in (*checkpoints.glob(".unfinished_*"), *checkpoints.glob(".doomed_*")):  # by a kill, at whatever step
+            shutil.rmtree(left, ignore_errors=True)
         unfinished.mkdir(parents=True)
     ranks.barrier()
     if policy is not None:
@@ -123,10 +130,13 @@ def save(
     save_file(tensors, unfinished / "branches.safetensors")
     (unfinished / "state.json").write_text(json.dumps(state))
     (unfinished / "files.json").write_text(json.dumps(_sizes(unfinished)))
-    _remove(folder)  # a resumed run may come by here again
+    _remove(folder)  # a damaged one
     os.replace(unfinished, folder)
-    for old in list_steps(checkpoints)[:-keep]:
-        _remove(old)
+    before = [old for old in list_steps(checkpoints) if _number(old) < snapshot.step]
+    whole = [old for old in before if problem(old) is None]
+    for old in before:
+        if old not in whole[::-1][: keep - 1]:
+            _remove(old)
     return folder
 
 
