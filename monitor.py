@@ -65,6 +65,13 @@ def cut_records(run_dir: Path, sizes: dict[str, int]) -> None:
             os.truncate(run_dir / name, min(sizes.get(name, 0), (run_dir / name).stat().st_size))
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whatever happens, be the disk full, it holds what it did before or all of this."""
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
 class RunConsole(Console):
     """A console that outlives its reader: when a pipe is closed (train.py | head) the rest goes nowhere, and the run goes on, since
     what it tells is in its files."""

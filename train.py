@@ -55,7 +55,7 @@ if __name__ == "__main__":
     from envs import ENVS
     from limits import RunStopped, Stop
     from losses import as_scalars, compute_loss, make_rl_loss, merge, summarize
-    from monitor import Bystander, Monitor, check_tracker, claim, cut_records
+    from monitor import Bystander, Monitor, check_tracker, claim, cut_records, write_whole
     from packing import Counts, MicroBatch, fill_up, pack
     from policy import OptimizerConfig, Policy, model_path
     from rollouts import Rollouts
@@ -140,14 +140,13 @@ if __name__ == "__main__":
         if ranks.leads and not config.resume:
             shutil.rmtree(run_dir)
 
+    ranks.barrier()  # where one of them can not begin, nothing is written
     lock = claim(run_dir) if ranks.leads else contextlib.nullcontext()  # held until this process ends
     if lock is None:
         ranks.fail(f"--name {config.name}: another process is writing {run_dir}")
     if ranks.leads and config.resume:  # what was written after the checkpoint will be written again
         cut_records(run_dir, snapshot.sizes if own_start else {})
     monitor = Monitor(run_dir, config.steps, console) if ranks.leads else Bystander(ranks.rank)
-    if ranks.leads:
-        (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
     where = f" on each of {ranks.world} ranks" if ranks.world > 1 else ""
     samples = f"batches of {config.replay}" if config.replay else f"engine {engine_name} ({why})"
     monitor.note(f"model {path} on {device}{where} in {dtype}; {samples}; {renderer_words}; run {run_dir}")
@@ -165,6 +164,8 @@ if __name__ == "__main__":
         give_up()
         culprit = f"--resume-from {start}" if start else f"--env {name_of(ENVS, config.sources[0].env)}"
         ranks.fail(str(error) if str(error).startswith("--") else f"{culprit}: {error}")
+    if ranks.leads:
+        write_whole(run_dir / "config.json", json.dumps(config.to_dict(), indent=2))
 
     stop = Stop(config.grace, monitor.note, alone=ranks.world == 1)
     ranks.listen(stop)
