@@ -16,6 +16,7 @@ group of its own, and the weights another.
 """
 
 import asyncio
+import atexit
 import contextlib
 import os
 import pickle
@@ -79,8 +80,15 @@ class Ranks:
         return [rank for rank in self.rollout if rank != self.lead]
 
     def send(self, to: int, value: Any) -> None:
-        """Give another rank a value that it is about to `receive`. Raises RankLost where it is gone."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        """Give another rank a value that it is about to `receive`. Raises RankLost where it is gone, and TypeError for a value that
+        can not travel."""
+        try:
+            data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        except Exception as error:
+            what = "what a Task holds, and what a play leaves in its traces, goes from rank to rank"
+            raise TypeError(
+                f"--ranks {self.world}: {what}: plain data, or classes of a module (a config file is none): {error}"
+            ) from error
         with _lost(to):
             self._everyone.send([torch.tensor([len(data)])], to, 0).wait()
             self._everyone.send([data], to, 0).wait()
@@ -202,19 +210,24 @@ class Ranks:
             threading.Thread(target=store.set, args=(word, ""), daemon=True).start()
 
         def poll() -> None:
-            while True:
+            while not over.wait(0.2):
                 for word in ("asked", "now"):
                     with contextlib.suppress(RuntimeError):  # the store ends with the first process that does
                         if word not in said and store.check([word]):
                             said.add(word)
                             heard.append(word)
                             os.kill(os.getpid(), signal.SIGUSR1)
-                time.sleep(0.2)
+
+        def leave() -> None:
+            over.set()
+            poller.join(5)
 
         heard: list[str] = []
         stop.tell = tell
         signal.signal(signal.SIGUSR1, lambda *_: [stop.hear(heard.pop(0)) for _ in range(len(heard))])
-        threading.Thread(target=poll, daemon=True).start()
+        over, poller = threading.Event(), threading.Thread(target=poll, daemon=True)
+        poller.start()
+        atexit.register(leave)  # Python would end it inside of the store, which aborts a process that has done its work
 
     def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
         """The model's whole tensors by name: of this rank's policy, or where it has none, as they come from the first rank that
