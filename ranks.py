@@ -191,6 +191,8 @@ class Ranks:
             return value
         except (KeyboardInterrupt, RunStopped) as error:
             how = type(error)(*error.args)
+            if self.apart:
+                _end_all(runner)
             raise
         finally:
             for rank in list(self._owed):
@@ -253,6 +255,7 @@ class Ranks:
         except (
             KeyboardInterrupt
         ):  # in the middle of what it was to play: it owes an answer, and the lead will end the round
+            _end_all(runner)
             self.send(self.lead, None)
             return self.receive(self.lead)
 
@@ -380,6 +383,20 @@ def launch(ranks: int, grace: float) -> NoReturn:
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
     raise SystemExit(0)
+
+
+def _end_all(runner: asyncio.Runner) -> None:
+    """End the plays that an interruption has left where they were: among ranks that train beside, weights are about to change, and
+    may not while a play waits for its engine."""
+
+    async def end() -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1)
+
+    runner.run(end())
 
 
 def _visible(local: int) -> str:

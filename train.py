@@ -141,7 +141,10 @@ if __name__ == "__main__":
             shutil.rmtree(run_dir)
 
     ranks.barrier()  # where one of them can not begin, nothing is written
-    lock = claim(run_dir) if ranks.leads else contextlib.nullcontext()  # held until this process ends
+    try:
+        lock = claim(run_dir) if ranks.leads else contextlib.nullcontext()  # held until this process ends
+    except OSError as error:
+        ranks.fail(f"--name {config.name}: {run_dir}: {error.strerror}")
     if lock is None:
         ranks.fail(f"--name {config.name}: another process is writing {run_dir}")
     if ranks.leads and config.resume:  # what was written after the checkpoint will be written again
@@ -288,7 +291,8 @@ if __name__ == "__main__":
                 sync(step)
 
                 last = step == config.steps or ranks.any(bool(stop.asked or out_of_rollouts))
-                if is_eval_step(step) or (last and config.eval_every):
+                in_haste = isinstance(out_of_rollouts, KeyboardInterrupt)
+                if not in_haste and (is_eval_step(step) or (last and config.eval_every)):
                     metrics |= together(lambda step=step: rollouts.evaluate(step)) or {}
                 with stop.held():
                     if ranks.leads:

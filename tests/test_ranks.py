@@ -214,6 +214,27 @@ def test_an_interruption_of_one_rank_ends_the_round_of_all(interrupted):
         assert isinstance(value, KeyboardInterrupt) and then == ["and then", True]
 
 
+def test_an_interrupted_play_does_not_go_on_beside_what_comes_after_it():
+    """Where others train meanwhile the run goes on to save that step: a play that still waited for the engine kept it from taking
+    the weights."""
+    ended = []
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    async def play():
+        asyncio.get_running_loop().call_later(0.01, interrupt)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    with asyncio.Runner() as runner:
+        with pytest.raises(KeyboardInterrupt):
+            Ranks(train=(1,)).together(runner, play, None)
+        assert ended
+
+
 def test_a_stop_among_ranks_interrupts_where_it_may_and_once(monkeypatch):
     """Elsewhere others wait for this rank. A second signal within two seconds is the first one, which the launcher passes on."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
