@@ -38,6 +38,7 @@ from ranks import ALONE, Ranks
 from traces import Branch, Segment, Turn
 
 FORMAT = 1
+NOT_SAVED = (OSError, SafetensorError, CheckpointException)  # what `save` raises where a disk is full, or gone
 ARRAYS = (
     "token_ids", "sampled", "logprobs", "is_content", "advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs",
     "topk_ids", "topk_logprobs",

@@ -48,7 +48,17 @@ if __name__ == "__main__":
     if config.ranks not in (None, 1) and "WORLD_SIZE" not in os.environ:
         launch(config.ranks, config.grace)
 
-    from checkpoint import Snapshot, find_batches, generator_states, load, newest_whole, read_batch, save, write_batch
+    from checkpoint import (
+        NOT_SAVED,
+        Snapshot,
+        find_batches,
+        generator_states,
+        load,
+        newest_whole,
+        read_batch,
+        save,
+        write_batch,
+    )
     from config import name_of, require
     from engines import choose_engine
     from engines.remote import RemoteEngine
@@ -167,8 +177,12 @@ if __name__ == "__main__":
         give_up()
         culprit = f"--resume-from {start}" if start else f"--env {name_of(ENVS, config.sources[0].env)}"
         ranks.fail(str(error) if str(error).startswith("--") else f"{culprit}: {error}")
-    if ranks.leads:
-        write_whole(run_dir / "config.json", json.dumps(config.to_dict(), indent=2))
+    try:
+        if ranks.leads:
+            write_whole(run_dir / "config.json", json.dumps(config.to_dict(), indent=2))
+    except OSError as error:
+        give_up()
+        ranks.fail(f"--runs-dir {config.runs_dir}: {error.strerror}")
 
     stop = Stop(config.grace, monitor.note, alone=ranks.world == 1)
     ranks.listen(stop)
@@ -216,7 +230,14 @@ if __name__ == "__main__":
 
     def save_checkpoint() -> None:
         stop.in_time()
-        folder = save(run_dir / "checkpoints", snapshot, policy, renderer.tokenizer, config.keep, ranks)
+        try:
+            folder = save(run_dir / "checkpoints", snapshot, policy, renderer.tokenizer, config.keep, ranks)
+        except NOT_SAVED as error:
+            monitor.warn(
+                f"step {snapshot.step} could not be saved: {str(error).strip().splitlines()[-1]}; make room, "
+                "and --resume goes on from the newest checkpoint"
+            )
+            raise SystemExit(1) from None
         if stop.asked:
             where = "" if config.runs_dir == Path("runs") else f" --runs-dir {config.runs_dir}"
             monitor.note(f"saved {folder}; go on with: python train.py --name {config.name}{where} --resume")
