@@ -18,7 +18,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from ranks import ALONE, Ranks
 from traces import Branch, Segment, Turn
 
 FORMAT = 1
+NOT_SAVED = (OSError, SafetensorError, CheckpointException)  # what `save` raises where a disk is full, or gone
 ARRAYS = (
     "token_ids", "sampled", "logprobs", "is_content", "advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs",
     "topk_ids", "topk_logprobs",
@@ -85,15 +86,22 @@ def save(
     keep: int,
     ranks: Ranks = ALONE,
 ) -> Path:
-    """Write checkpoints/step_<n>, then delete all but the newest `keep`. Returns its path.
+    """Write checkpoints/step_<n> unless it is there, then delete those before it but for the newest whole ones: `keep` with this
+    one. Returns its path.
+
+    A run goes on from its newest whole checkpoint. So a whole one of this step is this snapshot, and those after it are damaged:
+    they count for nothing, and are written again in their turn.
 
     All ranks take part, in one file system: those that train (others have no policy) write their part of it, the lead, whose
     snapshot it is, the rest.
     """
     folder = checkpoints / f"step_{snapshot.step}"
     unfinished = checkpoints / f".unfinished_{snapshot.step}"
+    if ranks.share(problem(folder) is None):
+        return folder
     if ranks.leads:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for left in (*checkpoints.glob(".unfinished_*"), *checkpoints.glob(".doomed_*")):  # by a kill, at whatever step
+            shutil.rmtree(left, ignore_errors=True)
         unfinished.mkdir(parents=True)
     ranks.barrier()
     if policy is not None:
@@ -123,10 +131,13 @@ def save(
     save_file(tensors, unfinished / "branches.safetensors")
     (unfinished / "state.json").write_text(json.dumps(state))
     (unfinished / "files.json").write_text(json.dumps(_sizes(unfinished)))
-    _remove(folder)  # a resumed run may come by here again
+    _remove(folder)  # a damaged one
     os.replace(unfinished, folder)
-    for old in list_steps(checkpoints)[:-keep]:
-        _remove(old)
+    before = [old for old in list_steps(checkpoints) if _number(old) < snapshot.step]
+    whole = [old for old in before if problem(old) is None]
+    for old in before:
+        if old not in whole[::-1][: keep - 1]:
+            _remove(old)
     return folder
 
 
@@ -182,29 +193,46 @@ def write_batch(folder: Path, step: int, micro_batches: list[MicroBatch], counts
 
 
 def find_batches(folder: Path, after: int, last: int, vocabulary: int) -> list[tuple[int, Path]]:
-    """(step, folder) of what `write_batch` wrote in steps after the one named, up to the last. Raises ValueError where there are none
-    and where one is no batch of a model with so many tokens."""
+    """(step, folder) of what `write_batch` wrote in steps after the one named, up to the last. Raises ValueError where there are none,
+    where one is no batch of a model with so many tokens, and where some of it is missing."""
     steps = [(_number(step), step) for step in list_steps(folder) if after < _number(step) <= last]
     if not steps:
         raise ValueError(
             f"--replay {folder}: holds no batch of steps {after + 1} to {last}, such as runs/NAME/batches does"
         )
-    known = {f.name for f in fields(MicroBatch)}
+    known = {f.name: f.default is MISSING for f in fields(MicroBatch)}  # name -> whether there is no batch without
     for _, step in steps:
-        files = _files_of(step)
+        files, slots = _files_of(step), 0
         if not files:
             raise ValueError(f"--replay {folder}: {step.name} is empty")
         for path in files:
             try:
                 with safe_open(path, "pt") as file:
-                    foreign = set(file.keys()) - known
-                    highest = int(file.get_tensor("token_ids").max())
-                    _counts_of(file)
+                    names = file.keys()
+                    shapes = {name: file.get_slice(name).get_shape() for name in names}
+                    token_ids = file.get_tensor("token_ids")
+                    lowest, highest = int(token_ids.min()), int(token_ids.max())
+                    counts = _counts_of(file)
             except (OSError, ValueError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
                 raise ValueError(f"--replay {folder}: {step.name}/{path.name} is no batch: {error}") from None
-            if foreign or highest >= vocabulary:
-                why = f"token {highest}, which --model does not have" if not foreign else ", ".join(sorted(foreign))
-                raise ValueError(f"--replay {folder}: {step.name}/{path.name} holds {why}")
+            foreign = sorted(shapes.keys() - known)
+            odd = [name for name, shape in shapes.items() if shape[:2] != list(token_ids.shape) or token_ids.ndim != 2]
+            lacking = [name for name, needed in known.items() if needed and name not in shapes]
+            why = (
+                f"holds {', '.join(foreign)}" if foreign
+                else f"holds token {highest}, which --model does not have" if highest >= vocabulary
+                else f"holds token {lowest}" if lowest < 0
+                else f"lacks {', '.join(lacking)}" if lacking
+                else f"holds {odd[0]} of shape {shapes[odd[0]]}" if odd
+                else None
+            )  # fmt: skip
+            if why:
+                raise ValueError(f"--replay {folder}: {step.name}/{path.name} {why}")
+            slots += token_ids.numel()
+        if slots != counts.slots:  # it was being written when the run was killed, or some was deleted
+            raise ValueError(
+                f"--replay {folder}: {step.name} is not whole: its files hold {slots} of {counts.slots} slots"
+            )
     return steps
 
 

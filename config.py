@@ -345,7 +345,8 @@ class Config(Run):
             "must be auto, cpu, cuda or cuda:N",
         )
         require(
-            self.name is None or re.fullmatch(r"[\w.-]+", self.name) is not None,
+            self.name is None
+            or (re.fullmatch(r"\.*[\w-][\w.-]*", self.name) is not None and len(self.name.encode()) < 256),
             "name",
             self.name,
             "must be a plain folder name",

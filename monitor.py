@@ -65,6 +65,13 @@ def cut_records(run_dir: Path, sizes: dict[str, int]) -> None:
             os.truncate(run_dir / name, min(sizes.get(name, 0), (run_dir / name).stat().st_size))
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whatever happens, be the disk full, it holds what it did before or all of this."""
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
 class RunConsole(Console):
     """A console that outlives its reader: when a pipe is closed (train.py | head) the rest goes nowhere, and the run goes on, since
     what it tells is in its files."""
@@ -375,11 +382,15 @@ def write_row(file: Any, row: dict[str, Any]) -> None:
 
 
 def read_rows(
-    path: Path, skip: Callable[[bytes], Any] | None = None, broken: list[int] | None = None
+    path: Path,
+    skip: Callable[[bytes], Any] | None = None,
+    broken: list[int] | None = None,
+    fits: Callable[[dict[str, Any]], bool] = lambda row: True,
 ) -> Iterator[dict[str, Any]]:
     """The rows that `write_row` wrote, one by one, also while more are written: a last line without its end is none yet.
 
-    skip(line): whether to pass over a line without parsing it. The numbers of lines that are no JSON go into `broken`.
+    skip(line): whether to pass over a line without parsing it. The numbers of lines that are no JSON object, or none that fits, go
+    into `broken`.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -387,9 +398,9 @@ def read_rows(
                 continue
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
-            if isinstance(row, dict):
+            if isinstance(row, dict) and fits(row):
                 yield row
             elif broken is not None:
                 broken.append(number)

@@ -16,6 +16,7 @@ group of its own, and the weights another.
 """
 
 import asyncio
+import atexit
 import contextlib
 import os
 import pickle
@@ -79,8 +80,15 @@ class Ranks:
         return [rank for rank in self.rollout if rank != self.lead]
 
     def send(self, to: int, value: Any) -> None:
-        """Give another rank a value that it is about to `receive`. Raises RankLost where it is gone."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        """Give another rank a value that it is about to `receive`. Raises RankLost where it is gone, and TypeError for a value that
+        can not travel."""
+        try:
+            data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        except Exception as error:
+            what = "what a Task holds, and what a play leaves in its traces, goes from rank to rank"
+            raise TypeError(
+                f"--ranks {self.world}: {what}: plain data, or classes of a module (a config file is none): {error}"
+            ) from error
         with _lost(to):
             self._everyone.send([torch.tensor([len(data)])], to, 0).wait()
             self._everyone.send([data], to, 0).wait()
@@ -183,6 +191,8 @@ class Ranks:
             return value
         except (KeyboardInterrupt, RunStopped) as error:
             how = type(error)(*error.args)
+            if self.apart:
+                _end_all(runner)
             raise
         finally:
             for rank in list(self._owed):
@@ -202,19 +212,24 @@ class Ranks:
             threading.Thread(target=store.set, args=(word, ""), daemon=True).start()
 
         def poll() -> None:
-            while True:
+            while not over.wait(0.2):
                 for word in ("asked", "now"):
                     with contextlib.suppress(RuntimeError):  # the store ends with the first process that does
                         if word not in said and store.check([word]):
                             said.add(word)
                             heard.append(word)
                             os.kill(os.getpid(), signal.SIGUSR1)
-                time.sleep(0.2)
+
+        def leave() -> None:
+            over.set()
+            poller.join(5)
 
         heard: list[str] = []
         stop.tell = tell
         signal.signal(signal.SIGUSR1, lambda *_: [stop.hear(heard.pop(0)) for _ in range(len(heard))])
-        threading.Thread(target=poll, daemon=True).start()
+        over, poller = threading.Event(), threading.Thread(target=poll, daemon=True)
+        poller.start()
+        atexit.register(leave)  # Python would end it inside of the store, which aborts a process that has done its work
 
     def weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
         """The model's whole tensors by name: of this rank's policy, or where it has none, as they come from the first rank that
@@ -240,6 +255,7 @@ class Ranks:
         except (
             KeyboardInterrupt
         ):  # in the middle of what it was to play: it owes an answer, and the lead will end the round
+            _end_all(runner)
             self.send(self.lead, None)
             return self.receive(self.lead)
 
@@ -367,6 +383,20 @@ def launch(ranks: int, grace: float) -> NoReturn:
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
     raise SystemExit(0)
+
+
+def _end_all(runner: asyncio.Runner) -> None:
+    """End the plays that an interruption has left where they were: among ranks that train beside, weights are about to change, and
+    may not while a play waits for its engine."""
+
+    async def end() -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1)
+
+    runner.run(end())
 
 
 def _visible(local: int) -> str:

@@ -356,7 +356,13 @@ class Rollouts:
                         episode.stop_reason = "context" if full else "max_new_tokens"
                 if stream == TRAIN:
                     await stage.algorithm.finalize_episode(episode)
-            except Exception as error:
+            except (KeyboardInterrupt, GeneratorExit):  # from outside
+                raise
+            except (
+                BaseException
+            ) as error:  # an exit too, a panic of a library in Rust, or something of its own that it cancelled
+                if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                    raise
                 episode.error = f"{type(error).__name__}: {error}"
                 episode.stop_reason = "timeout" if clock.over else "error"
                 self.monitor.warn(

@@ -49,14 +49,24 @@ if __name__ == "__main__":
     if config.ranks not in (None, 1) and "WORLD_SIZE" not in os.environ:
         launch(config.ranks, config.grace)
 
-    from checkpoint import Snapshot, find_batches, generator_states, load, newest_whole, read_batch, save, write_batch
+    from checkpoint import (
+        NOT_SAVED,
+        Snapshot,
+        find_batches,
+        generator_states,
+        load,
+        newest_whole,
+        read_batch,
+        save,
+        write_batch,
+    )
     from config import name_of, require
     from engines import choose_engine
     from engines.remote import RemoteEngine
     from envs import ENVS
     from limits import RunStopped, Stop
     from losses import as_scalars, compute_loss, make_rl_loss, merge, summarize
-    from monitor import Bystander, Monitor, check_tracker, claim, cut_records
+    from monitor import Bystander, Monitor, check_tracker, claim, cut_records, write_whole
     from packing import Counts, MicroBatch, fill_up, pack
     from policy import OptimizerConfig, Policy, model_path
     from rollouts import Rollouts
@@ -141,14 +151,16 @@ if __name__ == "__main__":
         if ranks.leads and not config.resume:
             shutil.rmtree(run_dir)
 
-    lock = claim(run_dir) if ranks.leads else contextlib.nullcontext()  # held until this process ends
+    ranks.barrier()  # where one of them can not begin, nothing is written
+    try:
+        lock = claim(run_dir) if ranks.leads else contextlib.nullcontext()  # held until this process ends
+    except OSError as error:
+        ranks.fail(f"--name {config.name}: {run_dir}: {error.strerror}")
     if lock is None:
         ranks.fail(f"--name {config.name}: another process is writing {run_dir}")
     if ranks.leads and config.resume:  # what was written after the checkpoint will be written again
         cut_records(run_dir, snapshot.sizes if own_start else {})
     monitor = Monitor(run_dir, config.steps, console) if ranks.leads else Bystander(ranks.rank)
-    if ranks.leads:
-        (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2))
     where = f" on each of {ranks.world} ranks" if ranks.world > 1 else ""
     samples = f"batches of {config.replay}" if config.replay else f"engine {engine_name} ({why})"
     monitor.note(f"model {path} on {device}{where} in {dtype}; {samples}; {renderer_words}; run {run_dir}")
@@ -166,6 +178,12 @@ if __name__ == "__main__":
         give_up()
         culprit = f"--resume-from {start}" if start else f"--env {name_of(ENVS, config.sources[0].env)}"
         ranks.fail(str(error) if str(error).startswith("--") else f"{culprit}: {error}")
+    try:
+        if ranks.leads:
+            write_whole(run_dir / "config.json", json.dumps(config.to_dict(), indent=2))
+    except OSError as error:
+        give_up()
+        ranks.fail(f"--runs-dir {config.runs_dir}: {error.strerror}")
 
     stop = Stop(config.grace, monitor.note, alone=ranks.world == 1)
     ranks.listen(stop)
@@ -213,7 +231,14 @@ if __name__ == "__main__":
 
     def save_checkpoint() -> None:
         stop.in_time()
-        folder = save(run_dir / "checkpoints", snapshot, policy, renderer.tokenizer, config.keep, ranks)
+        try:
+            folder = save(run_dir / "checkpoints", snapshot, policy, renderer.tokenizer, config.keep, ranks)
+        except NOT_SAVED as error:
+            monitor.warn(
+                f"step {snapshot.step} could not be saved: {str(error).strip().splitlines()[-1]}; make room, "
+                "and --resume goes on from the newest checkpoint"
+            )
+            raise SystemExit(1) from None
         if stop.asked:
             where = "" if config.runs_dir == Path("runs") else f" --runs-dir {config.runs_dir}"
             monitor.note(f"saved {folder}; go on with: python train.py --name {config.name}{where} --resume")
@@ -289,7 +314,8 @@ if __name__ == "__main__":
                 sync(step)
 
                 last = step == config.steps or ranks.any(bool(stop.asked or out_of_rollouts))
-                if is_eval_step(step) or (last and config.eval_every):
+                in_haste = isinstance(out_of_rollouts, KeyboardInterrupt)
+                if not in_haste and (is_eval_step(step) or (last and config.eval_every)):
                     metrics |= together(lambda step=step: rollouts.evaluate(step)) or {}
                 with stop.held():
                     if ranks.leads:

@@ -131,12 +131,10 @@ def read_metrics(run: Path) -> tuple[dict[str, Series], int | None]:
     """(every metric by its name, the last step), the latter None before any."""
     found: dict[str, Series] = defaultdict(Series)
     step = None
-    for row in read_rows(run / METRICS):
-        if "step" not in row:
-            continue
+    for row in read_rows(run / METRICS, fits=lambda row: isinstance(row.get("step"), int)):
         step = row.pop("step")
         for name, value in row.items():
-            if value is None or isinstance(value, int | float):
+            if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63):
                 found[name].steps.append(step)
                 found[name].values.append(math.nan if value is None else value)
     return found, step
@@ -147,6 +145,11 @@ def choose(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for pattern in patterns for name in names if fnmatch.fnmatchcase(name, pattern)))
 
 
+# What a rollout must hold to be shown.
+KINDS = {
+    "step": int, "group": int, "episode": str, "env": str, "task": str, "agent": str, "stop_reason": str, "error": str | None,
+    "reward": int | float | None, "advantage": int | float | None, "metrics": dict, "messages": list, "branches": list,
+}  # fmt: skip
 # How a line of rollouts.jsonl begins: enough to pass over most lines without parsing them.
 HEAD = re.compile(rb'\{"step": (\d+), "group": (\d+), "episode": "([^"\\]*)", ')
 
@@ -157,7 +160,7 @@ class Rollouts:
     def __init__(self, run: Path, args: View) -> None:
         self.path, self.args = run / ROLLOUTS, args
         self.steps: set[int] = set()
-        self.broken: list[int] = []  # lines that are no JSON
+        self.broken: list[int] = []  # lines that are no rollout
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         asked = {name: getattr(self.args, name) for name in ("step", "group", "episode", "task", "agent")}
@@ -171,7 +174,11 @@ class Rollouts:
             self.steps.add(found["step"])
             return any(asked.get(name, value) != value for name, value in found.items())
 
-        for row in read_rows(self.path, elsewhere, self.broken):
+        def fits(row: dict[str, Any]) -> bool:
+            known = all(name in row and isinstance(row[name], kind) for name, kind in KINDS.items())
+            return known and all(isinstance(part, dict) for part in (*row["messages"], *row["branches"]))
+
+        for row in read_rows(self.path, elsewhere, self.broken, fits):
             if all(row.get(name) == value for name, value in asked.items()) and (
                 row.get("error") or not self.args.errors
             ):
@@ -204,7 +211,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """config.json, flat: sources.0.env.name and so on; empty where there is none."""
     try:
         config = json.loads((run / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
     def flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -384,7 +391,7 @@ def view(args: View, console: Console) -> int:
     if rollouts.broken:
         lines, more = ", ".join(map(str, rollouts.broken[:5])), len(rollouts.broken) - 5
         also = f" and {more} more" if more > 0 else ""
-        console.print(Text(f"no JSON, and passed over: line {lines}{also} of {rollouts.path}", style="yellow"))
+        console.print(Text(f"no rollout, and passed over: line {lines}{also} of {rollouts.path}", style="yellow"))
     return 0 if shown else 1
 
 

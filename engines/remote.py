@@ -515,7 +515,7 @@ def _plain_call(call: Any) -> dict[str, Any]:
     arguments = call.function.arguments
     try:
         parsed = json.loads(arguments)
-    except (json.JSONDecodeError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         parsed = None
     return {
         "id": call.id,

@@ -431,6 +431,24 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+DEEPEST = 100  # levels; some 500 of them would end the run where it is written down or sent to another rank
+
+
+def from_json(text: str) -> Any:
+    """The value of JSON text that a model wrote. Raises ValueError where it is none, or is nested deeper than anyone means it."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    level, depth = [value], 0
+    while level:
+        if depth > DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} deep")
+        inner = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
+        level, depth = [each for values in inner for each in values], depth + 1
+    return value
+
+
 def function_of(entry: dict) -> dict:
     """The inner dict of a tool or a tool call in OpenAI's form; flat ones are taken as they are."""
     return entry.get("function") or entry

@@ -4,11 +4,10 @@ What is read here was cut at the format's markers before (`Renderer.segments`), 
 never one that a text spells. A call that is cut off, malformed or of an unknown tool is marked broken; nothing raises.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from renderers.base import Body, Message, Renderer, Segment, ToolCall, as_list, function_of, to_json
+from renderers.base import Body, Message, Renderer, Segment, ToolCall, as_list, from_json, function_of, to_json
 
 
 def split_inline(message: Message, text: str, strip: Callable[[str, str], str] = str.lstrip) -> tuple[str, str]:
@@ -190,8 +189,8 @@ def read_arguments(call: ToolCall, closed: bool, tools: Sequence[dict] | None) -
 def load_json(call: ToolCall, closed: bool) -> object:
     """The value of a call's arguments, which are JSON text as yet; where they are not, the call is marked broken."""
     try:
-        return json.loads(call.arguments)
-    except (ValueError, RecursionError) as error:
+        return from_json(call.arguments)
+    except ValueError as error:
         call.error = f"not valid JSON: {error}" if closed else "the call is not closed"
         return None
 
@@ -234,8 +233,8 @@ def arguments_of(call: dict) -> dict[str, Any]:
     whose = f"the arguments of a call of {function.get('name')}"
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
+            arguments = from_json(arguments)
+        except ValueError as error:
             raise ValueError(f"{whose} are not valid JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise ValueError(f"{whose} are not a JSON object: {arguments!r}")
@@ -271,8 +270,8 @@ def convert_argument(text: str, schema: object) -> object:
         return text
     types = declared_types(schema)
     try:
-        value = PYTHON_WORDS[text] if text in PYTHON_WORDS else json.loads(text)
-    except (ValueError, RecursionError):
+        value = PYTHON_WORDS[text] if text in PYTHON_WORDS else from_json(text)
+    except ValueError:
         return text
     kind = JSON_TYPES[type(value)]
     if kind == "string" and "string" in types:

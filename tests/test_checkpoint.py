@@ -280,6 +280,32 @@ def test_only_the_newest_are_kept_and_a_step_can_be_saved_again(saved, tiny_path
     assert sorted(path.name for path in folder.iterdir()) == ["step_10", "step_2"]
 
 
+def test_damaged_ones_and_what_a_kill_has_left_take_no_place(saved, tiny_path):
+    """A run that has passed over a damaged checkpoint saves ones of earlier steps: these must not go in its favour. And one that
+    is killed while it saves, again and again, does not fill the disk."""
+    folder, policy = saved
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    for step in (9, 2):
+        shutil.copytree(folder / "step_1", folder / f"step_{step}")
+        damage(folder / f"step_{step}", "cut")
+    for left in (".unfinished_5", ".doomed_step_1"):
+        shutil.copytree(folder / "step_1", folder / left)
+    for step, there in ((3, ["step_1", "step_3", "step_9"]), (4, ["step_3", "step_4", "step_9"])):
+        save(folder, Snapshot(step, generators=generator_states()), policy, tokenizer, keep=2)
+        assert sorted(path.name for path in folder.iterdir()) == there
+    save(folder, Snapshot(9, generators=generator_states()), policy, tokenizer, keep=5)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_3", "step_4", "step_9"]
+    assert newest_whole(folder) == (folder / "step_9", [])
+
+
+def test_a_whole_checkpoint_is_never_taken_away_to_write_it_again(saved, tiny_path, monkeypatch):
+    """A run that is interrupted in the step after it saves once more: a kill must find that step's checkpoint at any moment."""
+    folder, policy = saved
+    monkeypatch.setattr("checkpoint.os.replace", None)
+    save(folder, Snapshot(1, generators=generator_states()), policy, AutoTokenizer.from_pretrained(tiny_path), keep=1)
+    assert newest_whole(folder) == (folder / "step_1", [])
+
+
 def test_records_are_cut_back(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("one\ntwo\n")
     (tmp_path / "rollouts.jsonl").write_text("one\n")

@@ -103,6 +103,8 @@ def test_the_dump_reads_back(file):
     (["--constant-batch-size", "false"], ["false"]),
     (["--device", "tpu"], ["--device tpu"]),
     (["--name", "../x"], ["--name ../x"]),
+    (["--name", ".."], ["--name ..: must be a plain folder name"]),
+    (["--name", "x" * 256], ["must be a plain folder name"]),
     (["--renderer", "nope", "--steps", "0"], ["--renderer nope"]),
     (["--renderer-args", "effort=low", "--steps", "0"], ["train.py: --renderer-args effort=low", "thinking_retention, thinking"]),
     (["--renderer-args", "thinking=maybe", "--steps", "0"], ["--renderer-args thinking=maybe", "True, False"]),

@@ -263,6 +263,7 @@ BROKEN = {
     "not closed": '<tool_call>{"name":"x","arguments":{"a":1}}',
     "empty": "<tool_call></tool_call>",
     "unknown": '<tool_call>{"name":"y","arguments":{"a":1}}</tool_call>',
+    "too deep": '<tool_call>{"name":"x","arguments":{"a":' + "[" * 120 + "]" * 120 + "}}</tool_call>",
     "two": "<tool_call>{bad</tool_call>\n<tool_call>[]</tool_call>",
 }
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import monitor as module
 from config import Run
-from monitor import TRACKERS, Monitor, RunConsole, check_tracker, read_rows, sparkline
+from monitor import TRACKERS, Monitor, RunConsole, check_tracker, read_rows, sparkline, write_whole
 from tests.conftest import run_train
 
 
@@ -97,6 +97,16 @@ def test_rows_are_read_while_they_are_written(tmp_path):
     path.write_bytes(b'{"step": 1}\n{"step": \xff\n[2]\n{"step": 3}\n{"step": 4}\n{"step": 5')
     assert list(read_rows(path, lambda line: b"4" in line, broken)) == [{"step": 1}, {"step": 3}]
     assert broken == [2, 3], "line 6 is not whole yet"
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    """config.json on a disk that is full: --resume must find what was there."""
+    for text in ("old", "new"):
+        write_whole(tmp_path / "config.json", text)
+        assert (tmp_path / "config.json").read_text() == text
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "config.json", "half \ud800")
+    assert (tmp_path / "config.json").read_text() == "new"
 
 
 def test_a_console_without_a_reader_stays_silent(tmp_path):

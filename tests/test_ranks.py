@@ -5,6 +5,8 @@ import json
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -18,7 +20,7 @@ from checkpoint import load
 from limits import RunStopped, Stop
 from packing import LINEAR_LENGTH, balance, fill_rows, pack
 from ranks import ALONE, RankLost, Ranks, buckets, join
-from tests.conftest import run_train, save_model
+from tests.conftest import ROOT, run_train, save_model
 from tests.many_ranks import LAYOUTS, ended, everything, mixed_batch, start, step_on_ranks, train_on_ranks
 from tests.test_policy import make_policy
 
@@ -212,6 +214,27 @@ def test_an_interruption_of_one_rank_ends_the_round_of_all(interrupted):
         assert isinstance(value, KeyboardInterrupt) and then == ["and then", True]
 
 
+def test_an_interrupted_play_does_not_go_on_beside_what_comes_after_it():
+    """Where others train meanwhile the run goes on to save that step: a play that still waited for the engine kept it from taking
+    the weights."""
+    ended = []
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    async def play():
+        asyncio.get_running_loop().call_later(0.01, interrupt)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    with asyncio.Runner() as runner:
+        with pytest.raises(KeyboardInterrupt):
+            Ranks(train=(1,)).together(runner, play, None)
+        assert ended
+
+
 def test_a_stop_among_ranks_interrupts_where_it_may_and_once(monkeypatch):
     """Elsewhere others wait for this rank. A second signal within two seconds is the first one, which the launcher passes on."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -275,6 +298,37 @@ def test_buckets_hold_no_more_than_they_may(monkeypatch):
     found = list(buckets(iter(tensors), torch.bfloat16))
     assert [[name for name, _ in bucket] for bucket in found] == [["0", "1"], ["2"], ["3", "4"], ["5"]]
     assert all(tensor.dtype == torch.bfloat16 for bucket in found for _, tensor in bucket)
+
+
+POLLS = """
+import time
+import torch.distributed as dist
+from limits import Stop
+from ranks import Ranks
+
+class Busy:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+
+    def check(self, words):
+        for _ in range(3000):
+            self.store.check(words)
+
+ranks = Ranks(0, 2, rollout=(0, 1), train=(0, 1))
+ranks._store = Busy()
+ranks.listen(Stop(60, print, alone=False))
+time.sleep(0.4)
+"""
+
+
+def test_a_rank_can_end_while_it_asks_the_store():
+    """Python would end the thread that asks inside of the store, which aborts the process: exit code 134 of a run that is done."""
+    done = subprocess.run([sys.executable, "-c", POLLS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_can_not_travel_is_told():
+    with pytest.raises(TypeError, match="--ranks 2: what a Task holds.*lambda"):
+        Ranks(0, 2, rollout=(0, 1), train=(0, 1)).send(1, lambda: 1)
 
 
 @pytest.mark.parametrize(

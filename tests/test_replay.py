@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint import find_batches, read_batch, write_batch
-from packing import pack
+from packing import Counts, MicroBatch, pack
 from tests.conftest import run_train
 from tests.many_ranks import ended, mixed_batch, start, train_on_ranks
 
@@ -67,6 +67,12 @@ def test_a_batch_is_read_as_it_was_written(tmp_path):
             assert (tensor is None and other is None) or torch.equal(tensor.nan_to_num(9), other.nan_to_num(9)), name
 
 
+def batch_of(token_ids, **others):
+    """A micro batch of these tokens that says nothing else."""
+    names = ("token_ids", "position_ids", "sequence_ids", "loss_mask", "inference_logprobs")
+    return MicroBatch(**{name: torch.tensor(token_ids) for name in names} | others)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -88,6 +94,17 @@ def test_a_batch_is_read_as_it_was_written(tmp_path):
             ),
             "holds tokens",
         ),
+        (lambda step: write_batch(step.parent, 1, [batch_of([[-1]])], Counts(slots=1)), "holds token -1"),
+        (
+            lambda step: save_file({"token_ids": torch.tensor([[1]])}, step / "0.safetensors", {"rl": "1"}),
+            "lacks position_ids, sequence_ids, loss_mask, inference_logprobs",
+        ),
+        (
+            lambda step: write_batch(step.parent, 1, [batch_of([[1, 2]], loss_mask=torch.ones(1, 3))], Counts(slots=2)),
+            "holds loss_mask of shape",
+        ),
+        (lambda step: write_batch(step.parent, 1, [batch_of([1, 2])], Counts(slots=2)), "of shape"),
+        (lambda step: write_batch(step.parent, 1, [batch_of([[1]])], Counts(slots=3)), "not whole: its files hold 1 of 3"),
     ],
 )  # fmt: skip
 def test_what_is_no_batch_is_told(damage, said, tmp_path):

@@ -157,9 +157,13 @@ def test_surplus_starts_the_next_batch_and_has_aged(build):
     assert metrics["off_policy/mean"] == 0 and later["off_policy/mean"] == 0.5 and later["off_policy/max"] == 1
 
 
-@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), ValueError("broken environment")])
+BAD = [None, float("nan"), float("inf"), ValueError("broken environment"), SystemExit(0), asyncio.CancelledError()]
+
+
+@pytest.mark.parametrize("bad", BAD)
 def test_a_bad_rollout_is_left_out_of_its_group(build, bad):
-    """A12, A15: no number, or an exception, in one of four: the mean is that of the other three."""
+    """A12, A15: no number, or an exception, in one of four: the mean is that of the other three. An exit, or something of its own
+    that the environment has cancelled, is one too."""
     branches, metrics = collect(build(rewards=[1.0, bad, 0.0, 0.5], group_size=4, batch_size=3))
     assert advantages(branches) == [0.5, -0.5, 0.5], "and the rollout that equals the mean has no signal"
     assert metrics["rollouts/errored"] == 2 and metrics["rollouts/no_signal"] == 2 and "echo-env" in build.console()

@@ -125,7 +125,7 @@ def test_what_a_rollout_says(run):
     assert "reward 0.125  advantage -0.375  done  2 tokens sampled in 1 branch" in text
     assert "user: Reverse: cba\nassistant: ␛[31mred [bold]\n" in text and "\x1b" not in text
     assert "reward -" in text and "ValueError: its tool broke" in text
-    assert "no JSON, and passed over: line 3 of" in text
+    assert "no rollout, and passed over: line 3 of" in text
 
 
 def test_calls_reasoning_and_sub_agents_are_shown(run):
@@ -143,6 +143,22 @@ def test_calls_reasoning_and_sub_agents_are_shown(run):
 
 def test_nothing_found_says_what_is_there(run):
     assert "no rollout for --step 7 --group 1; it holds steps 1 to 2" in shown(run, "--step", 7, "--group", 1, code=1)
+
+
+@pytest.mark.parametrize("asked", [["--step", 2], ["--best", 9], ["--group", 2], ["--errors"]])
+def test_rows_of_others_are_passed_over(asked, run):
+    """An older version, another program, a disk that lost a block."""
+    whole = shown(run, *asked)
+    odd = [{"reward": "high"}, {"messages": None}, {"messages": ["said"]}, {"branches": 2}, {"group": None}]
+    lines = [json.dumps(rollout(2, 2, 3, 0.5, error="it broke") | change) for change in odd]
+    lines += [json.dumps({"step": 2, "group": 2}), "[" * 10**5, "\x00" * 99]
+    path = run / "rollouts.jsonl"
+    path.write_text("\n".join(lines) + "\n" + path.read_text())
+    assert shown(run, *asked).splitlines()[:-1] == whole.splitlines()[:-1]
+    (run / "metrics.jsonl").write_text(
+        '{"step": null}\n{"step": "x", "a": 1}\n{"step": 1, "a": ' + "9" * 400 + ', "reward/mean": 0.5}\n'
+    )
+    assert "best 0.5 at 1" in shown(run)
 
 
 def test_runs_side_by_side(run):
