@@ -392,6 +392,17 @@ def test_what_would_lose_a_run_is_refused(tmp_path):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_disk_that_is_full_ends_the_run_with_one_line(tmp_path, train, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("checkpoint.save_file", full)
+    small = ["--eval-every", 0, "--batch-size", 4, "--group-size", 2, "--max-new-tokens", 4, "--save-every", 1]
+    code, said, errors = train("--runs-dir", tmp_path, "--name", "a", *small, "--steps", 2)
+    assert code == 1 and "step 1 could not be saved: [Errno 28] No space left on device; make room" in said
+    assert "Traceback" not in said + errors and not list_steps(tmp_path / "a" / "checkpoints")
+
+
 def test_a_run_without_a_checkpoint_begins_where_it_began(tmp_path):
     short = ["--eval-every", "0", "--save-every", "1"]
     folder = run(tmp_path, *short, "--steps", "2", "--name", "a")
