@@ -390,6 +390,9 @@ def test_what_would_lose_a_run_is_refused(tmp_path):
         (checkpoint_folder / "state.json").write_text("{")
     assert "can be read" in refused(tmp_path, "--name", "a", "--resume", "--steps", "3")
     assert (folder / "metrics.jsonl").read_bytes() == before
+    known = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(known.replace('"reverse-text"', '"of-a-file"'))
+    assert "names 'of-a-file'" in refused(tmp_path, "--name", "a", "--resume", "--steps", "3")
 
 
 def test_a_disk_that_is_full_ends_the_run_with_one_line(tmp_path, train, monkeypatch):
