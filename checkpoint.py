@@ -192,6 +192,13 @@ def write_batch(folder: Path, step: int, micro_batches: list[MicroBatch], counts
         save_file(tensors, there / f"{i:04d}.safetensors", metadata=header)
 
 
+def cut_batches(folder: Path, after: int) -> None:
+    """Delete what `write_batch` wrote in steps after this one, from which a run goes on."""
+    for step in list_steps(folder):
+        if _number(step) > after:
+            shutil.rmtree(step)
+
+
 def find_batches(folder: Path, after: int, last: int, vocabulary: int) -> list[tuple[int, Path]]:
     """(step, folder) of what `write_batch` wrote in steps after the one named, up to the last. Raises ValueError where there are none,
     where one is no batch of a model with so many tokens, and where some of it is missing."""

@@ -234,7 +234,11 @@ def _run_to_resume(args: Sequence[str], base: Config) -> Config | None:
     path = Path(asked_for(args, "runs-dir") or asked_for(args, "runs_dir") or base.runs_dir) / name / "config.json"
     try:
         return Config.from_dict(json.loads(path.read_text())) if path.exists() else None
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+    except KeyError as error:
+        fail(
+            f"--resume: {path} names {error}, which is not known here; if a config file defines it, begin with that: train.py FILE.py --resume"
+        )
+    except (OSError, ValueError, TypeError, StopIteration) as error:
         fail(f"--resume: {path} is no configuration of this version: {type(error).__name__}: {error}")
 
 

@@ -52,6 +52,7 @@ if __name__ == "__main__":
     from checkpoint import (
         NOT_SAVED,
         Snapshot,
+        cut_batches,
         find_batches,
         generator_states,
         load,
@@ -160,6 +161,7 @@ if __name__ == "__main__":
         ranks.fail(f"--name {config.name}: another process is writing {run_dir}")
     if ranks.leads and config.resume:  # what was written after the checkpoint will be written again
         cut_records(run_dir, snapshot.sizes if own_start else {})
+        cut_batches(run_dir / "batches", snapshot.step)
     monitor = Monitor(run_dir, config.steps, console) if ranks.leads else Bystander(ranks.rank)
     where = f" on each of {ranks.world} ranks" if ranks.world > 1 else ""
     samples = f"batches of {config.replay}" if config.replay else f"engine {engine_name} ({why})"

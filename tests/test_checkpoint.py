@@ -390,6 +390,20 @@ def test_what_would_lose_a_run_is_refused(tmp_path):
         (checkpoint_folder / "state.json").write_text("{")
     assert "can be read" in refused(tmp_path, "--name", "a", "--resume", "--steps", "3")
     assert (folder / "metrics.jsonl").read_bytes() == before
+    known = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(known.replace('"reverse-text"', '"of-a-file"'))
+    assert "names 'of-a-file'" in refused(tmp_path, "--name", "a", "--resume", "--steps", "3")
+
+
+def test_a_disk_that_is_full_ends_the_run_with_one_line(tmp_path, train, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("checkpoint.save_file", full)
+    small = ["--eval-every", 0, "--batch-size", 4, "--group-size", 2, "--max-new-tokens", 4, "--save-every", 1]
+    code, said, errors = train("--runs-dir", tmp_path, "--name", "a", *small, "--steps", 2)
+    assert code == 1 and "step 1 could not be saved: [Errno 28] No space left on device; make room" in said
+    assert "Traceback" not in said + errors and not list_steps(tmp_path / "a" / "checkpoints")
 
 
 def test_a_run_without_a_checkpoint_begins_where_it_began(tmp_path):

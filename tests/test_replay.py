@@ -1,12 +1,13 @@
 """The batches of a run, dumped and trained on again without an engine."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint import find_batches, read_batch, write_batch
+from checkpoint import find_batches, list_steps, read_batch, write_batch
 from packing import Counts, MicroBatch, pack
 from tests.conftest import run_train
 from tests.many_ranks import ended, mixed_batch, start, train_on_ranks
@@ -134,6 +135,16 @@ def test_a_replay_goes_on_from_a_checkpoint(dumped, tmp_path):
     begin = tmp_path / "saves" / "checkpoints" / "step_2"
     assert run_train(*replay(dumped, tmp_path, "rest", "--resume-from", begin)) == 0
     assert of_training(tmp_path / "rest") == {3: of_training(dumped)[3]}
+
+
+def test_a_resumed_run_forgets_the_batches_after_its_checkpoint(dumped, tmp_path):
+    shutil.copytree(dumped, tmp_path / "run")
+    for step in range(4, 7):
+        shutil.copytree(dumped / "batches" / "step_1", tmp_path / "run" / "batches" / f"step_{step}")
+    where = ["--runs-dir", tmp_path, "--name", "run", "--resume", "--steps", 4, "--save-every", 0]
+    assert run_train(*where) == 0  # there is a checkpoint of step 3
+    assert [path.name for path in list_steps(tmp_path / "run" / "batches")] == [f"step_{step}" for step in range(1, 5)]
+    assert [step for step, _ in find_batches(tmp_path / "run" / "batches", 0, 9, 10**6)] == [1, 2, 3, 4]
 
 
 def test_a_dumped_file_is_plain_tensors(dumped):
