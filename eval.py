@@ -169,7 +169,7 @@ class Evaluation:
 
     def check(self) -> None:
         """Raise ValueError, naming option and value, for what can not work."""
-        for name in ("samples", "k", "max_new_tokens", "max_turns", "at_once"):
+        for name in ("samples", "k", "rollouts", "max_new_tokens", "max_turns", "at_once"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "must be at least 1")
         n = self.rollouts or self.k

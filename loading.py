@@ -6,6 +6,7 @@ torch and transformers are imported inside of the functions: a script answers --
 import os
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 if TYPE_CHECKING:
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from renderers.base import Renderer
 
 # What transformers raises for a folder that holds no whole model, and ValueError, whose message names its option if it is ours.
-CANNOT_LOAD = (ValueError, OSError, RuntimeError, KeyError, SafetensorError)
+CANNOT_LOAD = (
+    *(ValueError, OSError, RuntimeError, KeyError, SafetensorError),
+    *(AttributeError, TypeError, StrictDataclassError),  # for a config.json that is something else's
+)
 
 
 def quiet() -> None:
