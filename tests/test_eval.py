@@ -354,6 +354,11 @@ def test_a_config_that_is_no_model_s_is_told(run, text, tmp_path):
     assert f"eval.py: --model {tmp_path / 'model'}" in err and not rows and "Traceback" not in err
 
 
+def test_a_device_that_is_none_is_told(run):
+    _, err, _ = run("--device", "banana", code=2)
+    assert "eval.py: --device banana: must be auto, cpu, cuda or cuda:N" in err
+
+
 def test_a_run_is_no_model_and_its_checkpoints_are_named(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "metrics.jsonl").touch()
