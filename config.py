@@ -401,7 +401,7 @@ class Config(Run):
             source.sampler.check()
             for gate in source.gates.values():
                 gate.check()
-            warnings += source.algo.check(source, self)
+            warnings += untaught(source.env, self.model) + source.algo.check(source, self)
         rl = [
             source.algo for source in self.sources if ALGORITHMS[name_of(ALGORITHMS, source.algo)].action_loss == "rl"
         ]
@@ -494,6 +494,19 @@ def check_env(env: Env) -> None:
         agent = flag.split(".")[1]
         require_frozen(f"--env.{agent}", flag, "that player", model, "leave it out, the policy is who plays")
     env.check()
+
+
+def untaught(env: Env, model: str) -> list[str]:
+    """A warning where the tiny model is to play what it was not taught."""
+    if model != "tiny" or all(getattr(env, name) == value for name, value in env.tiny.items()):
+        return []
+    flags = []
+    for name, value in env.tiny.items():
+        flag = name.replace("_", "-")
+        flags.append(f"--env.{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--env.{flag} {value}")
+    return [
+        f"--env {name_of(ENVS, env)}: the tiny model was taught it with {' '.join(flags)}, and may not know what to do otherwise"
+    ]
 
 
 def config_class(classes: dict[str, type], name: str) -> type:

@@ -31,7 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from command_line import parse_beside_env
-from config import MODEL_DEFAULTS, fail, require
+from config import MODEL_DEFAULTS, fail, require, untaught
 from frozen import FrozenModel, require_frozen
 from monitor import visible, write_row
 from traces import Episode
@@ -169,7 +169,7 @@ class Evaluation:
 
     def check(self) -> None:
         """Raise ValueError, naming option and value, for what can not work."""
-        for name in ("samples", "k", "max_new_tokens", "max_turns", "at_once"):
+        for name in ("samples", "k", "rollouts", "max_new_tokens", "max_turns", "at_once"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "must be at least 1")
         n = self.rollouts or self.k
@@ -302,6 +302,9 @@ if __name__ == "__main__":
     runner, aside = asyncio.Runner(), Console(stderr=True, highlight=False, soft_wrap=True)
     if args.temperature == 0 and n > 1:
         aside.print(f"note: --temperature 0 with {n} rollouts: a model says the same in all of them", markup=False)
+
+    for warning in (warning for model in args.chosen() for warning in untaught(env, model)):
+        aside.print(f"warning: {warning}", markup=False)
 
     try:
         tasks = len(list(itertools.islice(env.tasks("eval"), args.samples)))

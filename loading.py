@@ -4,8 +4,10 @@ torch and transformers are imported inside of the functions: a script answers --
 """
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 if TYPE_CHECKING:
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
     from renderers.base import Renderer
 
 # What transformers raises for a folder that holds no whole model, and ValueError, whose message names its option if it is ours.
-CANNOT_LOAD = (ValueError, OSError, RuntimeError, KeyError, SafetensorError)
+CANNOT_LOAD = (
+    *(ValueError, OSError, RuntimeError, KeyError, SafetensorError),
+    *(AttributeError, TypeError, StrictDataclassError),  # for a config.json that is something else's
+)
 
 
 def quiet() -> None:
@@ -34,6 +39,8 @@ def find_device(device: str, dtype: str) -> "tuple[str, torch.dtype]":
     """(device, dtype of the forward pass) for what --device and --dtype say. Raises ValueError for a device that is not there."""
     import torch
 
+    if device != "auto" and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"--device {device}: must be auto, cpu, cuda or cuda:N")
     found = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if found.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: PyTorch {torch.__version__} sees no CUDA device; take --device cpu")

@@ -345,7 +345,7 @@ class Recipe:
 
 
 # Two short lists, and nothing said about how to ask: what the model was taught need not be read in every prompt.
-DELEGATE = Delegate(parts=2, max_items=6, max_turns=2, explain=False, num_tasks=32_768)
+DELEGATE = Delegate(**Delegate.tiny, num_tasks=32_768)
 RECIPES = {
     "reverse-text": Recipe(
         ReverseText(num_tasks=32_768), reverse_text, wrong_share=0.75, stop_reward=0.52, max_new_tokens=24

@@ -43,6 +43,10 @@ def model_path(name: str, env: str) -> str:
         return str(folder if folder.is_dir() else folder.parent / "base")
     if name == "smollm2":
         return str(smollm2())
+    if (Path(name) / "metrics.jsonl").is_file():  # a run's config.json is no model's
+        raise ValueError(
+            f"--model {name}: is a run; name one of its checkpoints, {Path(name) / 'checkpoints' / 'step_<n>'}"
+        )
     return str(Path(name) / "hf") if (Path(name) / "hf" / "config.json").is_file() else name  # a checkpoint of ours
 
 

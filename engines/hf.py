@@ -8,6 +8,7 @@ request's randomness comes from its own key alone. The same seed gives the same 
 import asyncio
 import contextvars
 import inspect
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,8 @@ class HFEngine(Engine):
             greedy = torch.tensor([requests[i].sampling.temperature == 0 for i in running], device=self.device)
             tokens = torch.where(greedy, logprobs.argmax(-1), inverse_cdf(logprobs, draws))
             chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+            if any(map(math.isnan, chosen)):
+                raise ValueError("the model gives NaN for a probability: its weights are damaged")
             k = max(requests[i].sampling.top_logprobs for i in running)
             top = [values.cpu().numpy() for values in logprobs.topk(min(k + 2, logprobs.shape[-1]))] if k else None
             staying = []

@@ -68,13 +68,14 @@ class AlphabetSort(Env):
         """Ask for all names so far, turn by turn."""
         answers, metrics = task.info["answers"], agent.trace.metrics
         messages = [task.prompt, *[[user(text)] for text in task.info["later"]]]
-        agent.trace.reward, metrics["exact"] = 0.0, 1.0
+        agent.trace.reward, metrics["exact"], exact = 0.0, 0.0, 0
         for number, (said, answer) in enumerate(zip(messages, answers, strict=True), 1):
             reply = await agent.say(*said)
             score = similarity(names_in(reply["content"]), [name.lower() for name in answer])
             agent.trace.reward += score / len(answers)
             metrics[f"turn_{number}"] = score
-            metrics["exact"] *= score == 1.0
+            exact += score == 1.0
+            metrics["exact"] = float(exact == len(answers))
 
 
 def names_of(split: str, syllables: int) -> list[str]:

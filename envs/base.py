@@ -17,7 +17,8 @@ What a rollout counts for:
 
 More than one agent: `agents = ("player0", "player1")`, and `play(self, task, player0, player1)`. Each leaves a trace with a
 reward of its own. All of them are the policy, until the environment says otherwise (`Env.player`): a field
-`player1: Player` makes `--env.player1.model.name` and `--env.player1.model.base-url` bind that one to a served model.
+`player1: Player` makes `--env.player1.model.name` and `--env.player1.model.base-url` bind that one to a served model,
+and a `player` of your own that gives a function (messages, rng) -> text has that speak for it.
 
 Tools: `agent.say(..., tools=[tool.schema])` shows them, `await agent.answer_calls(reply, tool)` gives the messages to say next;
 several at once, if they await something. An environment whose tools are there before an episode begins names them in `tools()`;
@@ -258,9 +259,11 @@ class Env:
     """Base of all environments. The fields of a subclass are its options (`--env.max-words 3`).
 
     agents: one name for each agent of an episode; those that do the same job share a name.
+    tiny: the options that the shipped tiny model was taught with, where they are not the defaults.
     """
 
     agents: ClassVar[tuple[str, ...]] = ("agent",)
+    tiny: ClassVar[dict[str, Any]] = {}
 
     def tasks(self, split: Literal["train", "eval"]) -> Iterable[Task]:
         """The tasks of a split, in a fixed order; a list, or an endless iterator. No task of one stands in the other."""

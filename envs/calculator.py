@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from envs.base import Agent, Env, Tool, schemas_of, user
+from envs.base import Agent, Env, Tool, require_at_least, schemas_of, user
 from traces import Task
 
 WORDS: dict[str, tuple[str, Callable[[int, int], int]]] = {
@@ -45,10 +45,12 @@ class Calculator(Env):
     show_tool: bool = False
     """write the tool's schema into the prompt, for a model that was not taught this tool (the tiny ones were)"""
 
+    def check(self) -> None:
+        """Refuse no numbers and no turns."""
+        require_at_least(self, max_number=2, max_turns=1)
+
     def tasks(self, split: Literal["train", "eval"]) -> list[Task]:
         """All questions in a fixed random order: every tenth is held out."""
-        if self.max_turns < 1:
-            raise ValueError(f"--env.max-turns {self.max_turns}: must be at least 1")
         numbers = range(2, self.max_number + 1)
         questions = [(a, word, b) for a in numbers for word in WORDS for b in numbers]
         random.Random(0).shuffle(questions)

@@ -23,7 +23,7 @@ import random
 import re
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from envs.base import Agent, Env, Message, Tool, require_at_least, user
 from traces import Task
@@ -44,6 +44,8 @@ class Delegate(Env):
 
     The final reply is the first that asks nothing. Who still asks in turn max_turns has not answered.
     """
+
+    tiny: ClassVar = {"parts": 2, "max_items": 6, "max_turns": 2, "explain": False}
 
     parts: int = 3
     """lists, each with a helper; so many may be asked in one reply"""

@@ -13,7 +13,8 @@ or 2. Who folds loses 1. The value of the game is -1/18 for player0 (Kuhn, 1950)
 
 Every move is one reply, and it is legal only if it is one of the words that the prompt offers and nothing else (white space
 around it does not count). Any other reply ends the game: its player loses ILLEGAL = 2, as much as the worst showdown, to
-the other. `env/kuhn-poker/illegal` is the share of games that end so. All rewards of a game sum to 0.
+the other. So does a limit on turns or on the context that leaves a player no move: who filled the context must not get away
+with 0. `env/kuhn-poker/illegal` is the share of games that end so. All rewards of a game sum to 0.
 
 The tasks are the six deals, and both splits have the same six: a game that is held out would be half of poker. Nothing is lost
 by it, because there is no answer to remember: what is learned is a strategy, and `evaluate` measures the strategy itself.
@@ -41,7 +42,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from envs.base import Agent, Env, Player, Script, user
+from envs.base import Agent, Cut, Env, Player, Script, user
 from frozen import FrozenModel
 from traces import Message, Task
 
@@ -107,21 +108,23 @@ class KuhnPoker(Env):
 
     async def play(self, task: Task, *players: Agent) -> None:
         """One game."""
-        cards, history, winnings = task.info["cards"], (), None
-        for player in players:
-            player.trace.metrics["illegal"] = 0.0
+        cards, history = task.info["cards"], ()
+
+        def pay(winnings: int, illegal: bool = False) -> None:
+            for player, reward in zip(players, (winnings, -winnings), strict=True):
+                player.trace.reward, player.trace.metrics["illegal"] = float(reward), float(illegal)
+
         while history in MOVES:
             mover = len(history) % 2
-            move = (await players[mover].say(self._question(cards[mover], history)))["content"].strip()
+            try:
+                move = (await players[mover].say(self._question(cards[mover], history)))["content"].strip()
+            except Cut:
+                pay(-ILLEGAL if mover == 0 else ILLEGAL, illegal=True)
+                raise
             if move not in MOVES[history]:
-                winnings = -ILLEGAL if mover == 0 else ILLEGAL
-                for player in players:
-                    player.trace.metrics["illegal"] = 1.0
-                break
+                return pay(-ILLEGAL if mover == 0 else ILLEGAL, illegal=True)
             history += (move,)
-        winnings = payoff(cards, history) if winnings is None else winnings
-        for player, reward in zip(players, (winnings, -winnings), strict=True):
-            player.trace.reward = float(reward)
+        pay(payoff(cards, history))
 
     def conversation(self, card: str, history: History) -> list[Message]:
         """What the player who is to move has heard and said so far: one conversation for each information set."""

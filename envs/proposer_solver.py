@@ -59,7 +59,8 @@ class ProposerSolver(Env):
     malformed_reward: float = -0.5
     """of a proposer whose proposal is no problem"""
     surprise_bonus: float = 0.0
-    """reward of a trained proposer for each nat by which its proposal was improbable: keeps it from saying always the same"""
+    """reward of a trained proposer for each nat by which its proposal was improbable, up to those of a problem drawn at random: keeps
+    it from saying always the same"""
     proposer: Player = field(default_factory=Player)
     solver: Player = field(default_factory=Player)
 
@@ -128,7 +129,7 @@ class ProposerSolver(Env):
         if problem is None:
             proposal = (await proposer.say(*task.prompt))["content"]
             problem = self.read(proposal, task.info["operators"], task.info["limit"])
-            proposer.trace.reward = self._bonus(proposer)
+            proposer.trace.reward = self._bonus(proposer, **task.info)
             metrics["malformed"] = float(problem is None)
         if problem is None:
             proposer.trace.reward += self.malformed_reward
@@ -152,13 +153,15 @@ class ProposerSolver(Env):
         solver.trace.reward = float(numbers[-1:] == [str(evaluate(problem))])
         return solver.trace.reward
 
-    def _bonus(self, proposer: Agent) -> float:
-        """For a proposal of the policy alone: what others say is not learned, and their log-probs may be unknown."""
+    def _bonus(self, proposer: Agent, operators: str, limit: int) -> float:
+        """For a proposal of the policy alone: what others say is not learned, and their log-probs may be unknown. No more than for a
+        random one of the problems that were asked for: else a long text of nonsense, or of spaces and zeros, is what pays."""
         if not self.surprise_bonus or not proposer.trace.trainable:
             return 0.0
-        return -self.surprise_bonus * sum(
-            float(branch.logprobs[branch.sampled].sum()) for branch in proposer.trace.branches
-        )
+        nats = -sum(float(branch.logprobs[branch.sampled].sum()) for branch in proposer.trace.branches)
+        sizes = range(1, self.max_operators + 1)
+        most = math.log(sum((limit + 1) ** (size + 1) * len(operators) ** size for size in sizes))
+        return self.surprise_bonus * min(nats, most)
 
 
 def question(problem: str) -> str:

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.base import Completion
 from envs.alphabet_sort import AlphabetSort, names_of
-from make_tiny import make_tokenizer
+from envs.base import Agent, Cut
+from make_tiny import EOS, make_tokenizer, text_ids
 from renderers import make_renderer
 from tests.test_envs_base import RENDERER, agent_of
+from traces import Trace
 
 TASK = AlphabetSort().tasks("train")[0]
 FIRST, SECOND = (" ".join(answer) for answer in TASK.info["answers"])
@@ -66,6 +69,19 @@ def test_a_turn_earns_what_is_in_place(first, reward):
     trace, _ = play(first, SECOND)
     assert trace.reward == pytest.approx((reward + 1) / 2) and trace.metrics["turn_1"] == pytest.approx(reward)
     assert trace.metrics["exact"] == float(reward == 1)
+
+
+def test_a_turn_that_a_limit_takes_away_counts_0_and_is_not_exact():
+    trace = Trace()
+
+    async def sample(prompt_ids, turn, messages, tools):
+        if turn:
+            raise Cut("context")
+        return Completion([*text_ids(FIRST), EOS], [-1.0] * (len(FIRST) + 1), "stop", 0)
+
+    with pytest.raises(Cut):
+        asyncio.run(AlphabetSort().play(TASK, Agent(trace, RENDERER, sample)))
+    assert trace.reward == 0.5 and trace.metrics == {"exact": 0.0, "turn_1": 1.0}
 
 
 @given(st.text(max_size=200), st.text(max_size=20))

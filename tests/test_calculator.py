@@ -227,7 +227,9 @@ def test_turns_are_bounded_and_who_still_calls_has_not_answered(max_turns):
 
 def test_no_turns_are_refused():
     with pytest.raises(ValueError, match="--env.max-turns 0"):
-        Calculator(max_turns=0).tasks("train")
+        Calculator(max_turns=0).check()
+    with pytest.raises(ValueError, match="--env.max-number 1: must be at least 2"):
+        Calculator(max_number=1).check()
 
 
 def test_a_turn_that_was_cut_goes_on():

@@ -150,6 +150,16 @@ def test_several_sources_are_the_files_business(run, file):
         assert result.returncode == 2 and message in result.stderr, result.stderr
 
 
+def test_a_tiny_model_that_was_not_taught_this_is_warned_about():
+    flags = ["--env.parts", "2", "--env.max-items", "6", "--env.max-turns", "2", "--env.no-explain"]
+    _, notes = parse(["--env", "delegate"])
+    assert any(" ".join(flags) in note for note in notes)
+    assert parse(["--env", "delegate", *flags])[1] == []
+    assert parse(["--env", "delegate", "--model", "Qwen/Qwen3-0.6B"])[1] == []
+    assert parse(["--env", "alphabet-sort"])[1] == []
+    assert parse([str(ROOT / "configs" / "delegate_tiny.py")])[1] == []
+
+
 def test_a_group_of_one_warns():
     assert any("--group-size 1" in note for note in parse(["--group-size", "1"])[1])
     assert not parse(["--group-size", "2"])[1]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from envs.base import Env, Player, user
 from envs.reverse_text import ReverseText
 from eval import Estimate, Evaluation, Report, bootstrap, estimates, outcome, pass_at_k, reward_of
 from monitor import Monitor
+from policy import model_path
 from renderers import make_renderer
 from rollouts import Rollouts
 from tests.conftest import ROOT
@@ -157,6 +159,7 @@ def test_what_a_command_line_says():
     [
         (["-k", "5", "--rollouts", "4"], "--k 5: pass@5 needs at least 5 rollouts of a task, --rollouts is 4"),
         (["-k", "0"], "--k 0: must be at least 1"),
+        (["--rollouts", "0"], "--rollouts 0: must be at least 1"),
         (["--env", "nope"], "--env nope: choose one of reverse-text"),
         (["--env.max-number", "3"], "--env.max-number belongs to --env arithmetic"),
         (["--env.max-words", "0"], "--env.max-words 0"),
@@ -341,6 +344,28 @@ def test_a_served_opponent_plays_and_is_not_evaluated(run, monkeypatch):
 def test_a_model_that_is_not_there_is_told_before_another_is_evaluated(run):
     _, err, rows = run("--models", "tiny", "/does/not/exist", code=2)
     assert "eval.py: --model /does/not/exist" in err and not rows and "Traceback" not in err
+
+
+@pytest.mark.parametrize("text", ["[]", '{"dtype": "auto"}', '{"model_type": "qwen3", "hidden_size": "x"}'])
+def test_a_config_that_is_no_model_s_is_told(run, text, tmp_path):
+    shutil.copytree(ROOT / "models" / "tiny" / "base", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(text)
+    _, err, rows = run("--model", tmp_path / "model", code=2)
+    assert f"eval.py: --model {tmp_path / 'model'}" in err and not rows and "Traceback" not in err
+
+
+def test_a_device_that_is_none_is_told(run):
+    _, err, _ = run("--device", "banana", code=2)
+    assert "eval.py: --device banana: must be auto, cpu, cuda or cuda:N" in err
+
+
+def test_a_run_is_no_model_and_its_checkpoints_are_named(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").touch()
+    with pytest.raises(
+        ValueError, match=r"--model .*mine: is a run; name one of its checkpoints, .*mine/checkpoints/step_<n>"
+    ):
+        model_path(str(tmp_path / "mine"), "base")
 
 
 def test_a_served_model_beside_a_loaded_one(run):

@@ -202,6 +202,15 @@ def test_an_error_reaches_every_request_of_the_batch_and_the_engine_goes_on(engi
     assert len(asyncio.run(ask()).token_ids) == 2
 
 
+def test_weights_that_are_no_numbers_give_an_error_and_no_tokens(tiny_path):
+    """Else a damaged checkpoint is evaluated as a model that knows nothing."""
+    engine = HFEngine(tiny_path)
+    with torch.no_grad():
+        next(engine.model.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match="gives NaN for a probability"):
+        run(engine, [([9], Sampling(2))])
+
+
 def test_a_request_that_is_cancelled_in_the_middle_of_a_batch_takes_no_other_with_it(engine, monkeypatch):
     """As Ctrl-C does it: from a signal's handler, while the batch is decoded."""
     generate = engine._generate

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from command_line import parse
 from engines.base import Completion
 from engines.hf import HFEngine
-from envs.base import Agent, ScriptedAgent
+from envs.base import Agent, Cut, ScriptedAgent
 from envs.kuhn_poker import DEALS, INFORMATION_SETS, MOVES, KuhnPoker, best_response, nash, nash_conv, payoff, value
 from frozen import FrozenModel
 from make_tiny import EOS, STRATEGY, make_tokenizer, text_ids
@@ -180,6 +180,26 @@ def test_what_is_no_move_loses_two(reply):
     reply = "check" if reply in ("fold", "call") else reply
     traces, _ = play("KQ", ["check", reply], ["bet"])
     assert [trace.reward for trace in traces] == [-2, 2]
+
+
+@pytest.mark.parametrize("limit", ["max_turns", "context"])
+def test_who_is_cut_off_by_a_limit_loses_as_by_an_illegal_move(limit):
+    """Else a player who is to fold (-1) does better to have filled its context (0)."""
+    traces = [Trace("player0"), Trace("player1")]
+
+    def agent(trace, move):
+        async def sample(prompt_ids, turn, messages, tools):
+            if turn:
+                raise Cut(limit)
+            ids = [*text_ids(move), EOS]
+            return Completion(ids, [-1.0] * len(ids), "stop", 0)
+
+        return Agent(trace, RENDERER, sample)
+
+    env = KuhnPoker()
+    with pytest.raises(Cut, match=limit):
+        asyncio.run(env.play(env.tasks("train")[0], *map(agent, traces, ("check", "bet"))))
+    assert [(trace.reward, trace.metrics) for trace in traces] == [(-2, {"illegal": 1}), (2, {"illegal": 1})]
 
 
 @given(st.text(max_size=20), st.text(max_size=20))

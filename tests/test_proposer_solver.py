@@ -201,6 +201,12 @@ def test_a_surprise_bonus_is_the_proposal_s_improbability():
     assert proposer.reward == pytest.approx(0.1 * 0.25 * 3 - 0.5), (
         "a malformed one has it too: all are compared with each other"
     )
+    task = Task("", [], {"operators": "+*", "limit": 10})
+    for proposal, reward in (("7*8", 1), ("07 *  " + "0" * 50 + "8", 1), ("x" * 500, -0.5)):
+        (proposer, *_), _ = play(
+            proposal, ["56", "0"], task=task, n=2, max_operators=1, surprise_bonus=0.1, logprob=-9.0
+        )
+        assert proposer.reward == pytest.approx(reward + 0.1 * math.log(11 * 11 * 2)), "a long one has no more"
     (proposer, *_), _ = play("7*8", ["56", "0"], surprise_bonus=0.1, logprob=math.nan, train_proposer=False)
     assert proposer.reward == 1.0, "not of what is not trained"
 
