@@ -108,7 +108,7 @@ SOURCE_CHOICES: dict[str, dict[str, type]] = {"algo": ALGORITHMS, "env": ENVS, "
 CHOICES = SOURCE_CHOICES | {"loss": LOSSES}
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     "tiny": {"lr": 5e-4, "batch_size": 128, "max_new_tokens": 96},
-    "smollm2": {"lr": 1e-5, "batch_size": 16, "max_new_tokens": 24},  # a step in about 15 seconds on two CPU cores
+    "smollm2": {"lr": 1e-5, "batch_size": 16, "max_new_tokens": 24},  # a step in about 20 seconds on two CPU cores
     "else": {"lr": 1e-6, "batch_size": 128, "max_new_tokens": 512},
 }
 
