@@ -252,9 +252,8 @@ class Ranks:
             return self.receive(self.lead)
         try:
             return runner.run(self.follow(own))
-        except (
-            KeyboardInterrupt
-        ):  # in the middle of what it was to play: it owes an answer, and the lead will end the round
+        except KeyboardInterrupt:
+            # In the middle of what it was to play: it owes an answer, and the lead will end the round.
             _end_all(runner)
             self.send(self.lead, None)
             return self.receive(self.lead)

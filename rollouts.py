@@ -358,9 +358,8 @@ class Rollouts:
                     await stage.algorithm.finalize_episode(episode)
             except (KeyboardInterrupt, GeneratorExit):  # from outside
                 raise
-            except (
-                BaseException
-            ) as error:  # an exit too, a panic of a library in Rust, or something of its own that it cancelled
+            except BaseException as error:
+                # An exit too, a panic of a library in Rust, or something of its own that it cancelled.
                 if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                     raise
                 episode.error = f"{type(error).__name__}: {error}"

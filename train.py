@@ -169,8 +169,7 @@ if __name__ == "__main__":
     rollouts = None
     try:
         if engine is not None:
-            connect = lambda model: served[astuple(model)]  # noqa: E731
-            rollouts = Rollouts(config, engine, renderer, monitor, connect, ranks)
+            rollouts = Rollouts(config, engine, renderer, monitor, lambda model: served[astuple(model)], ranks)
         if start and ranks.leads:
             if rollouts is not None:
                 rollouts.load_state_dict(snapshot.state)

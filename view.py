@@ -234,12 +234,18 @@ def extreme(name: str, series: Series) -> str:
     return f"{'best' if good else 'lowest' if low else 'highest'} {number(value)} at {step}"
 
 
-def names_asked(args: View, names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The metrics to show: those asked for, or of the main ones those that the run has and uses."""
+def names_asked(args: View, runs: Sequence[dict[str, Series]]) -> list[str]:
+    """The metrics to show: those asked for, or of the main ones those that some run has and uses (a component of the loss that is
+    always 0 is none)."""
+    there = list(dict.fromkeys(name for metrics in runs for name in metrics))
     for pattern in args.metrics:
-        if not choose(names, [pattern]):
-            fail(visible(f"--metrics {pattern}: there is no such metric; there are {', '.join(names) or 'none yet'}"))
-    return choose(names, args.metrics or patterns)
+        if not choose(there, [pattern]):
+            fail(visible(f"--metrics {pattern}: there is no such metric; there are {', '.join(there) or 'none yet'}"))
+
+    def is_used(name: str) -> bool:
+        return not name.startswith("loss/") or any(any(metrics[name].values) for metrics in runs if name in metrics)
+
+    return choose(there, args.metrics) if args.metrics else choose(list(filter(is_used, there)), MAIN)
 
 
 def show_run(args: View, console: Console) -> None:
@@ -252,8 +258,7 @@ def show_run(args: View, console: Console) -> None:
     what = [str(config[key]) for key in ("sources.0.algo.name", "sources.0.env.name", "model") if key in config]
     done = "no step is done yet" if step is None else f"step {step}{of}, written {written} ago"
     console.print(Text(f"{run}: {', '.join([*map(visible, what), done])}"))
-    used = [name for name, series in metrics.items() if args.metrics or not name.startswith("loss/") or any(series.values)]  # fmt: skip
-    names = names_asked(args, used, MAIN)
+    names = names_asked(args, [metrics])
     if not names:
         return
     table = Table("", "curve", "first", "last", "", box=None, pad_edge=False)
@@ -287,14 +292,12 @@ def show_side_by_side(args: View, console: Console) -> None:
     """The last value of each metric and the one that tells most, and the knobs that differ: a column for each run."""
     read = [read_metrics(run) for run in args.runs]
     configs = [read_config(run) for run in args.runs]
-    everything = list(dict.fromkeys(name for metrics, _ in read for name in metrics))
-    used = [name for name in everything if args.metrics or not name.startswith("loss/") or any(any(metrics[name].values) for metrics, _ in read if name in metrics)]  # fmt: skip
     table = Table("")
     for run in args.runs:
         table.add_column(line_of(run), justify="right", overflow="fold")
     steps = [f"{'-' if step is None else step} of {config.get('steps', '?')}" for (_, step), config in zip(read, configs)]  # fmt: skip
     table.add_row("step", *steps)
-    for name in names_asked(args, used, MAIN):
+    for name in names_asked(args, [metrics for metrics, _ in read]):
         columns = [metrics.get(name) for metrics, _ in read]
         cells = ["-" if column is None else f"{number(column.values[-1])}\n{extreme(name, column)}" for column in columns]  # fmt: skip
         table.add_row(line_of(name), *cells)

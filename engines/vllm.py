@@ -43,8 +43,8 @@ class VLLMEngine(Engine):
 
     top_logprobs: the largest head that requests will ask for. reserved_bytes: what the trainer will need on a shared GPU while
     the engine is awake, beyond what it holds already. sleep_level: 2 or 1. ranks: processes of this world of torch.distributed,
-    each with an engine of its own. Raises ValueError where vLLM is not installed, for a
-    device that vLLM would not take, and for a model that vLLM refuses.
+    each with an engine of its own. Raises ValueError where vLLM is not installed, for a device that vLLM would not take, and for
+    a model that vLLM refuses.
     """
 
     def __init__(

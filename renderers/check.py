@@ -70,14 +70,17 @@ class Check:
 
 
 def user(text: str) -> Message:
+    """A user's message."""
     return {"role": "user", "content": text}
 
 
 def system(text: str) -> Message:
+    """A system message."""
     return {"role": "system", "content": text}
 
 
 def said(text: str, thought: str | None = None, *calls: tuple[str, dict]) -> Message:
+    """An assistant's message, with reasoning and calls of (name, arguments)."""
     message: Message = {"role": "assistant", "content": text}
     if thought is not None:
         message["reasoning_content"] = thought
@@ -90,10 +93,12 @@ def said(text: str, thought: str | None = None, *calls: tuple[str, dict]) -> Mes
 
 
 def result(text: str, name: str = "weather", at: int = 0) -> Message:
+    """What the call at that place in a reply gave."""
     return {"role": "tool", "tool_call_id": f"functions.{name}:{at}", "name": name, "content": text}
 
 
 def tool(name: str, description: str, properties: dict, required: Sequence[str]) -> dict:
+    """A tool in OpenAI's form."""
     parameters = {"type": "object", "properties": properties, "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 

@@ -80,6 +80,7 @@ def property_of(name: str, schema: Any, required: bool, indent: str) -> str:
 
 
 def or_null(schema: Any, written: str) -> str:
+    """The type, or null where OpenAPI's `nullable` says so."""
     return written + (" | null" if field(schema, "nullable", bool) and "null" not in written else "")
 
 

@@ -192,4 +192,5 @@ class TypeScript:
 
 
 def comment_of(description: str | None, indent: str = "") -> str:
+    """A description as lines of // comments."""
     return "\n".join(f"{indent}// {line}" if line else "" for line in (description or "").split("\n"))

@@ -185,4 +185,5 @@ def describe(tool: dict) -> str:
 
 
 def other_keys(schema: dict, *written: str) -> list[str]:
+    """What else a schema says, a tag for each key."""
     return [f"<{key}>{xml_value(value)}</{key}>" for key, value in schema.items() if key not in written]

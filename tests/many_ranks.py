@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint import Snapshot, generator_states, load, save
+from lora import whole
 from losses import as_scalars, compute_loss, make_rl_loss, merge, summarize
 from packing import pack
 from policy import OptimizerConfig, Policy
@@ -36,10 +37,6 @@ def mixed_batch():
     branches[2].ce_weights = np.where(branches[2].sampled, 0.0, 0.3)
     branches[1].ref_kl_weights, branches[1].ref_logprobs = branches[1].sampled * 1.0, -rng.uniform(4, 8, 9)
     return branches
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def gradients(policy, ranks, layout):
