@@ -3,11 +3,11 @@
     python train.py configs/hierarchical_grpo_tiny.py
 
 Shows an environment whose problems are made by the policy: some 32 proposals a step, in groups of 16 from one source task, and
-4 attempts at each that can be read. Costs three to five minutes on two CPU cores: the runs below took 156, 268 and 273 s beside others.
+4 attempts at each that can be read. Costs two minutes on one CPU core: the runs below took 92, 120 and 85 s beside another one.
 Expect (measured, seeds 0, 1, 2, from the mean of the first five steps to that of the last third)
 
-    reward/proposer-solver/solver      0.44, 0.46, 0.47     to  0.70, 0.72, 0.74
-    reward/proposer-solver/proposer   -0.09, -0.09, -0.09   to  0.15, 0.14, 0.14
+    reward/proposer-solver/solver      0.44, 0.46, 0.47     to  0.70, 0.73, 0.75
+    reward/proposer-solver/proposer   -0.09, -0.09, -0.09   to  0.15, 0.14, 0.13
     env/proposer-solver/malformed      0.40, 0.44, 0.44     to  0.06, 0.04, 0.04
     env/proposer-solver/usefulness     0.18, 0.23, 0.23     to  0.19, 0.17, 0.16
     eval/proposer-solver/solver        0.36, 0.37, 0.39     to  0.40, 0.36, 0.36   (step 0 and the end: fixed problems)
